@@ -50,6 +50,7 @@ def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> Train
         lora=LoraConfig.of(config),
         freeze=tuple(train.freeze),
         gradient_checkpointing=train.gradient_checkpointing,
+        deterministic=is_deterministic(config),
         refuse_grad_norm=train.refuse_grad_norm,
     )
 

@@ -34,6 +34,7 @@ from rollout_workers.trainer.distributed.ranks import Ranks
 from rollout_workers.trainer.distributed.shards import assign, whole
 from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.objective import Models
+from rollout_workers.trainer.optim.moments import KINDS
 from rollout_workers.trainer.optim.optimizer import FlatAdamW
 from rollout_workers.trainer.types import StateUnreadable
 from rollout_workers.weights import named_weights, read_weights, weights_digest, write_weights
@@ -43,6 +44,8 @@ _BASE_FIX = (
     "set `model.path` to the model that the adapters were trained on; "
     "`rollout export weights RUN --base --to FOLDER` writes a copy of it"
 )
+_MOMENTS = tuple(f"{prefix}{kind}/" for prefix in ("", "optimizer/") for kind in KINDS)
+_MOMENT_DTYPES = (torch.float32, torch.uint8)  # a run may continue with another optimizer
 _AS_MODEL = "To start from its weights only, export them with `rollout export weights` and set `model.path` to the result"
 
 
@@ -167,6 +170,7 @@ def load_state(directory: Path, trainer: Stateful) -> None:
     if refusal or read is None:
         raise StateUnreadable(refusal)
     state, live, weights, saved, critic = read
+    place = {"rank": trainer.ranks.rank, "ranks": trainer.ranks.size}
     with torch.no_grad():
         for name, tensor in live.items():
             assign(tensor, weights[name])
@@ -174,8 +178,7 @@ def load_state(directory: Path, trainer: Stateful) -> None:
             assign(tensor, critic[name])
     if trainer.critic_optimizer is not None:
         moments = {name.removeprefix("optimizer/"): tensor for name, tensor in critic.items()}
-        scales = _own_scales(trainer, critic)
-        trainer.critic_optimizer.load_moments(moments, steps=int(state["critic_optimizer_steps"]), scales=scales)
+        trainer.critic_optimizer.load_moments(moments, steps=int(state["critic_optimizer_steps"]), **place)
     if trainer.algorithm.next_kl_coefficient and state.get("kl_coefficient"):  # without a controller the config determines it
         trainer.models.kl_coefficient = float(state["kl_coefficient"])
     reference = trainer.models.reference
@@ -183,7 +186,7 @@ def load_state(directory: Path, trainer: Stateful) -> None:
         reference is not None and state.get("reference", reference.name) == reference.name
     )  # the sums of another model are not loaded
     trainer.models.cache.load(*(saved.get(name) if same else None for name in ("reference/keys", "reference/sums")))
-    trainer.optimizer.load_moments(saved, steps=int(state["optimizer_steps"]), scales=_own_scales(trainer, saved))
+    trainer.optimizer.load_moments(saved, steps=int(state["optimizer_steps"]), **place)
     trainer.step = int(state["step"])
     _restore_random(state["random"], saved)
 
@@ -253,21 +256,16 @@ def _critic_tensors(trainer: Stateful) -> dict[str, Tensor]:
 
 
 def _scales(trainer: Stateful, optimizer: FlatAdamW | None) -> dict[str, Tensor]:
-    """The scales of all ranks' 8-bit moments as ``scales/<ranks>/<rank>/<kind>/<number>``. Every
-    rank must call it."""
+    """The scales of all ranks' 8-bit moments as ``scales/<ranks>/<rank>/<kind>/<number>``, and the
+    values of the codes. Every rank must call it."""
     if optimizer is None:
         return {}
     own = {name: tensor.cpu() for name, tensor in optimizer.scales().items()}
     if not own:
         return {}
     found = enumerate(trainer.ranks.exchange(own))
-    return {f"scales/{trainer.ranks.size}/{rank}/{name}": t for rank, scales in found for name, t in scales.items()}
-
-
-def _own_scales(trainer: Stateful, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's scales, if the state was saved by as many ranks."""
-    prefix = f"scales/{trainer.ranks.size}/{trainer.ranks.rank}/"
-    return {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
+    scales = {f"scales/{trainer.ranks.size}/{rank}/{name}": t for rank, scales in found for name, t in scales.items()}
+    return scales | optimizer.codes()
 
 
 def _same_shapes(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
@@ -276,7 +274,8 @@ def _same_shapes(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]
             raise StateUnreadable(
                 f"{path} has no tensor {name}: the state is of another model, algorithm, or precision. {_AS_MODEL}"
             )
-        if found[name].shape != tensor.shape or found[name].dtype != tensor.dtype:
+        same = found[name].dtype == tensor.dtype or (name.startswith(_MOMENTS) and found[name].dtype in _MOMENT_DTYPES)
+        if found[name].shape != tensor.shape or not same:
             raise StateUnreadable(
                 f"{path}: {name} is {found[name].dtype} {tuple(found[name].shape)}, but the model's is "
                 f"{tensor.dtype} {tuple(tensor.shape)}: the state is of another model or precision"

@@ -65,6 +65,8 @@ class TrainerConfig:
     freeze: tuple[str, ...] = ()
     """Patterns over the names of tensors that are not trained."""
     gradient_checkpointing: bool = False
+    deterministic: bool = True
+    """Select deterministic GPU kernels, which are slower. The CPU's are deterministic."""
     refuse_grad_norm: float = 0.0
     """Refuse a gradient whose norm exceeds this, like one that is not finite; 0: no limit."""
     refusals: Refusals = field(default_factory=Refusals)
@@ -74,8 +76,9 @@ class TrainerConfig:
 class Trainer:
     """A model in training.
 
-    Deterministic: the same model, config, and batches give the same bits on the same number of
-    threads and ranks, in whatever order a batch lists its samples. Not thread-safe. ``train_step``
+    Deterministic on the CPU, and with ``config.deterministic`` on GPUs: the same model, config, and
+    batches give the same bits on the same number of threads and ranks, in whatever order a batch
+    lists its samples. Not thread-safe. ``train_step``
     blocks: with an event loop, call it from another thread. A step that raises leaves weights,
     optimizer, and step unchanged.
 
@@ -93,7 +96,8 @@ class Trainer:
         self.algorithm: Algorithm = build_algorithm(config.algorithm, config.settings)
         self.step = 0
         self._use_threads()
-        repeat_bits()
+        if config.deterministic:
+            repeat_bits()
         torch.manual_seed(config.seed)
         kind = Scorer if self.algorithm.needs.score_head else Policy
         self.policy: Policy = kind.prepare(

@@ -297,3 +297,21 @@ def test_it_learns(model_dir: Path) -> None:
     losses = [learner.train_step(demonstrations(step, rows=32), step).metrics["loss"] for step in range(1, 41)]
     assert losses[0] > 3.5
     assert losses[-1] < 2.3
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_learner_selects_deterministic_kernels_only_if_it_promises_bits(
+    monkeypatch: pytest.MonkeyPatch, model_dir: Path, deterministic: bool
+) -> None:
+    from rollout.config.v1.run_config_pb2 import RunConfig
+    from rollout_workers.learner.settings import trainer_config
+    from rollout_workers.trainer import trainer
+
+    config = RunConfig(mode="sync", deterministic=deterministic)
+    config.algorithm.sft.SetInParent()
+    config.model.dtype, config.train.learning_rate, config.train.steps = "float32", 1e-3, 1
+    config.train.schedule, config.train.tokens_per_microbatch = "constant", 512
+    calls: list[bool] = []
+    monkeypatch.setattr(trainer, "repeat_bits", lambda: calls.append(True))
+    Trainer(model_dir, trainer_config(config, 1))
+    assert calls == [True] * deterministic

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,11 @@ from rollout_workers.trainer.optim.flat import Flat
 from rollout_workers.trainer.types import BadSettings
 
 KINDS = ("exp_avg", "exp_avg_sq")
+LARGEST = 1 << 30
+"""Elements of one call of bitsandbytes, which passes sizes as 32-bit integers. A multiple of
+``_BLOCK``."""
 _BLOCK = 256  # elements per scale, as in bitsandbytes
+_AT_ONCE = 1 << 22  # elements of a temporary in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +57,20 @@ class Moments(Protocol):
         """Update each vector's master copy by its gradient."""
         ...
 
-    def vector(self, kind: str, number: int) -> Tensor:
-        """float32 [n]: a moment of a vector. It is live, or a copy: pass changes to ``put``."""
+    def stored(self, kind: str, number: int) -> Tensor:
+        """[n]: the live moment of a vector, float32, or uint8 codes of ``values`` and ``scales``."""
         ...
 
-    def put(self, kind: str, number: int, vector: Tensor, scales: Tensor | None) -> None:
-        """Set a moment. scales: its scales from ``scales``; None: compute them."""
+    def put(self, kind: str, number: int, vector: Tensor) -> None:
+        """Set a moment from float32 [n], which may be what ``stored`` returned."""
         ...
 
     def scales(self) -> dict[str, Tensor]:
-        """The scales by ``<kind>/<number>``; ``vector`` alone does not determine the stored
-        bits."""
+        """The live scales of codes by ``<kind>/<number>``; empty in float32."""
+        ...
+
+    def values(self) -> dict[str, Tensor]:
+        """float32 [256] by kind: the values of the codes; empty in float32."""
         ...
 
     def tensors(self) -> list[Tensor]:
@@ -103,15 +111,21 @@ class FloatMoments:
             flat.master.grad = flat.gradient
         self._adamw.step()
 
-    def vector(self, kind: str, number: int) -> Tensor:
-        """The live tensor."""
+    def stored(self, kind: str, number: int) -> Tensor:
+        """See ``Moments``."""
         return self._adamw.state[self._flats[number].master][kind]
 
-    def put(self, kind: str, number: int, vector: Tensor, scales: Tensor | None) -> None:
-        """Does nothing: ``vector`` is live."""
+    def put(self, kind: str, number: int, vector: Tensor) -> None:
+        """See ``Moments``."""
+        if vector is not (current := self.stored(kind, number)):
+            current.copy_(vector)
 
     def scales(self) -> dict[str, Tensor]:
-        """Empty: float32 has no scales."""
+        """See ``Moments``."""
+        return {}
+
+    def values(self) -> dict[str, Tensor]:
+        """See ``Moments``."""
         return {}
 
     def tensors(self) -> list[Tensor]:
@@ -123,7 +137,7 @@ class EightBitMoments:
     """One byte per element and a float32 per 256 elements, a quarter of the memory. bitsandbytes
     computes the update.
 
-    A state holds values and scales; together they give the same codes again. With another number of
+    A state holds codes and scales, so a snapshot needs no moment in float32. With another number of
     ranks the blocks differ, and the values are rounded again.
     """
 
@@ -137,17 +151,15 @@ class EightBitMoments:
         self._library: Any = importlib.import_module("bitsandbytes.functional")
         self._flats, self._config = flats, config
         self._steps = torch.zeros((), dtype=torch.int64)
-        self._maps = {
-            kind: self._library.create_dynamic_map(signed=kind == "exp_avg").to(flats[0].master.device) for kind in KINDS
-        }
+        values = {kind: self._library.create_dynamic_map(signed=kind == "exp_avg") for kind in KINDS}
+        zeros = {kind: int(torch.bucketize(torch.zeros(()), _edges(values[kind]))) for kind in KINDS}
+        self._maps = {kind: values[kind].to(flats[0].master.device) for kind in KINDS}
         self._codes: list[dict[str, Tensor]] = []
         self._scales: list[dict[str, Tensor]] = []
-        for number, flat in enumerate(flats):
+        for flat in flats:
             size, device = flat.master.numel(), flat.master.device
-            self._codes.append({kind: torch.zeros(size, dtype=torch.uint8, device=device) for kind in KINDS})
+            self._codes.append({kind: torch.full((size,), zeros[kind], dtype=torch.uint8, device=device) for kind in KINDS})
             self._scales.append({kind: torch.zeros(-(-size // _BLOCK), device=device) for kind in KINDS})
-            for kind in KINDS:
-                self.put(kind, number, torch.zeros_like(flat.master), None)
 
     @property
     def steps(self) -> int:
@@ -163,54 +175,86 @@ class EightBitMoments:
         self._steps += 1
         config = self._config
         for flat, codes, scales in zip(self._flats, self._codes, self._scales, strict=True):
-            if not flat.master.numel():
-                continue
-            self._library.optimizer_update_8bit_blockwise(
-                "adam",
-                flat.gradient,
-                flat.master,
-                codes["exp_avg"],
-                codes["exp_avg_sq"],
-                config.beta1,
-                config.beta2,
-                0.0,
-                0.0,
-                config.epsilon,
-                self.steps,
-                rate,
-                self._maps["exp_avg"],
-                self._maps["exp_avg_sq"],
-                scales["exp_avg"],
-                scales["exp_avg_sq"],
-                weight_decay=flat.weight_decay,
-            )
+            for start in range(0, flat.master.numel(), LARGEST):
+                part = slice(start, start + LARGEST)
+                blocks = slice(start // _BLOCK, (start + LARGEST) // _BLOCK)
+                self._library.optimizer_update_8bit_blockwise(
+                    "adam",
+                    flat.gradient[part],
+                    flat.master[part],
+                    codes["exp_avg"][part],
+                    codes["exp_avg_sq"][part],
+                    config.beta1,
+                    config.beta2,
+                    0.0,
+                    0.0,
+                    config.epsilon,
+                    self.steps,
+                    rate,
+                    self._maps["exp_avg"],
+                    self._maps["exp_avg_sq"],
+                    scales["exp_avg"][blocks],
+                    scales["exp_avg_sq"][blocks],
+                    weight_decay=flat.weight_decay,
+                )
 
-    def vector(self, kind: str, number: int) -> Tensor:
-        """A copy of the moment."""
-        return self._maps[kind][self._codes[number][kind].int()] * self._spread(self._scales[number][kind], number)
-
-    def put(self, kind: str, number: int, vector: Tensor, scales: Tensor | None) -> None:
+    def stored(self, kind: str, number: int) -> Tensor:
         """See ``Moments``."""
-        current = self._scales[number][kind]
-        if scales is None or scales.shape != current.shape:
-            padding = current.numel() * _BLOCK - vector.numel()
-            scales = torch.nn.functional.pad(vector.abs(), (0, padding)).view(-1, _BLOCK).amax(1)
-        current.copy_(scales)
-        spread, values = self._spread(current, number), self._maps[kind]
-        nearest = torch.bucketize(torch.where(spread > 0, vector / spread, 0.0), (values[1:] + values[:-1]) / 2)
-        self._codes[number][kind].copy_(nearest)
+        return self._codes[number][kind]
+
+    def put(self, kind: str, number: int, vector: Tensor) -> None:
+        """See ``Moments``."""
+        edges, codes, scales = _edges(self._maps[kind]), self._codes[number][kind], self._scales[number][kind]
+        for start in range(0, vector.numel(), _AT_ONCE):
+            part = vector[start : start + _AT_ONCE]
+            rows = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
+            largest = rows.abs().amax(1, keepdim=True)
+            scales[start // _BLOCK :][: len(rows)].copy_(largest[:, 0])
+            nearest = torch.bucketize(torch.where(largest > 0, rows / largest, 0.0), edges)
+            codes[start : start + _AT_ONCE].copy_(nearest.view(-1)[: part.numel()])
 
     def scales(self) -> dict[str, Tensor]:
         """See ``Moments``."""
         return {f"{kind}/{number}": scales[kind] for number, scales in enumerate(self._scales) for kind in KINDS}
 
+    def values(self) -> dict[str, Tensor]:
+        """See ``Moments``."""
+        return dict(self._maps)
+
     def tensors(self) -> list[Tensor]:
         """See ``Moments``."""
         return [self._steps, *(tensor for table in (*self._codes, *self._scales) for tensor in table.values())]
 
-    def _spread(self, scales: Tensor, number: int) -> Tensor:
-        """float32 [n]: the scale of each element."""
-        return scales.repeat_interleave(_BLOCK)[: self._flats[number].master.numel()]
+
+def decoded(kind: str, number: int, flat: Flat, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """float32: a moment of a whole parameter in vector ``number``, from a state in which each rank
+    has its own scales (``scales/<ranks>/<rank>/<kind>/<number>``), or in float32."""
+    saved = tensors[f"{kind}/{name}"]
+    if saved.dtype != torch.uint8:
+        return saved
+    ranks = next(int(key.split("/")[1]) for key in tensors if key.startswith("scales/"))
+    before = [parameter.shape for _, parameter in flat.named[: [each for each, _ in flat.named].index(name)]]
+    parts = []
+    for rank, rows in enumerate(saved.chunk(ranks) if saved.dim() else (saved,)):
+        first = sum(_elements(shape, ranks, rank) for shape in before)
+        scales = tensors[f"scales/{ranks}/{rank}/{kind}/{number}"]
+        places = torch.arange(first, first + rows.numel()) // _BLOCK
+        parts.append(tensors[f"codes/{kind}"][rows.int()] * scales[places].view(rows.shape))
+    return torch.cat(parts) if saved.dim() else parts[0]
+
+
+def _elements(shape: Sequence[int], ranks: int, rank: int) -> int:
+    """The elements of a parameter that a rank has: equal parts of its rows, then a shorter one,
+    then none."""
+    if not shape:
+        return 1
+    most = -(-shape[0] // ranks)
+    return max(0, min(most, shape[0] - rank * most)) * math.prod(shape[1:])
+
+
+def _edges(values: Tensor) -> Tensor:
+    """The bounds between the values of neighboring codes."""
+    return (values[1:] + values[:-1]) / 2
 
 
 MOMENTS: dict[str, type[FloatMoments] | type[EightBitMoments]] = {"adamw": FloatMoments, "adamw_8bit": EightBitMoments}

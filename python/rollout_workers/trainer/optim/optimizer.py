@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rollout_workers.trainer.distributed.shards import assign, sharded_like
 from rollout_workers.trainer.optim.flat import Flat
-from rollout_workers.trainer.optim.moments import KINDS, MOMENTS, AdamWConfig, Moments
+from rollout_workers.trainer.optim.moments import KINDS, MOMENTS, AdamWConfig, Moments, decoded
 
 
 class FlatAdamW:
@@ -92,12 +92,12 @@ class FlatAdamW:
         ``master/<parameter>`` if the model is not float32, and ``average/<parameter>`` if the
         config has ``ema_decay``.
 
-        float32, shaped and sharded like the parameter. The tensors are live, except for moments in
-        8 bits.
+        Live, shaped and sharded like the parameter, in float32; moments in 8 bits are uint8 codes
+        of ``codes`` and ``scales``.
         """
         found: dict[str, Tensor] = {}
         for kind in KINDS:
-            found |= self._named(kind, [self._moments.vector(kind, number) for number in range(len(self._groups))])
+            found |= self._named(kind, [self._moments.stored(kind, number) for number in range(len(self._groups))])
         if any(flat.rounds for flat in self._groups):
             found |= self._named("master", [flat.master for flat in self._groups])
         return found | self.averages()
@@ -108,24 +108,30 @@ class FlatAdamW:
         return self._named("average", self._averages)
 
     def scales(self) -> dict[str, Tensor]:
-        """The scales of this rank's 8-bit moments, which ``moments`` alone does not determine."""
+        """The live scales of this rank's 8-bit moments, ``<kind>/<number>``."""
         return self._moments.scales()
 
-    def load_moments(self, tensors: Mapping[str, Tensor], *, steps: int, scales: Mapping[str, Tensor] | None = None) -> None:
-        """Load what ``moments`` returned, and the number of updates; load the parameters before.
+    def codes(self) -> dict[str, Tensor]:
+        """The values of the codes of 8-bit moments, ``codes/<kind>``."""
+        return {f"codes/{kind}": values for kind, values in self._moments.values().items()}
 
-        scales: this rank's, if the number of ranks is the same. If ``tensors`` has no averages,
-        they start at the parameters. Raises ``KeyError`` for any other missing tensor.
+    def load_moments(self, tensors: Mapping[str, Tensor], *, steps: int, rank: int = 0, ranks: int = 1) -> None:
+        """Load whole tensors that ``moments`` and ``codes`` returned, with the scales of each rank
+        as ``scales/<ranks>/<rank>/<kind>/<number>``, and the number of updates; load the parameters
+        before.
+
+        rank, ranks: this one, and their number. If ``tensors`` has no averages, they start at the
+        parameters. Raises ``KeyError`` for any other missing tensor.
         """
         self._moments.steps = steps
+        prefix = f"scales/{ranks}/{rank}/"
+        scales = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         for number, flat in enumerate(self._groups):
             flat.read()
             if flat.rounds:
                 self._fill(flat, flat.master, "master", tensors)
             for kind in KINDS:
-                vector = self._moments.vector(kind, number)
-                self._fill(flat, vector, kind, tensors)
-                self._moments.put(kind, number, vector, (scales or {}).get(f"{kind}/{number}"))
+                self._load_moment(kind, number, flat, tensors, scales.get(f"{kind}/{number}"))
             flat.publish()
         kept = any(name.startswith("average/") for name in tensors)
         for average, flat in zip(self._averages, self._groups, strict=False):
@@ -159,6 +165,18 @@ class FlatAdamW:
             for flat, vector in zip(self._groups, vectors, strict=False)
             for (name, part), (_, parameter) in zip(flat.views(vector), flat.named, strict=True)
         }
+
+    def _load_moment(self, kind: str, number: int, flat: Flat, tensors: Mapping[str, Tensor], scales: Tensor | None) -> None:
+        """Load one moment of a vector. scales: this rank's, if the codes are of as many ranks."""
+        stored, own = self._moments.stored(kind, number), self._moments.scales().get(f"{kind}/{number}")
+        if own is not None and scales is not None and own.shape == scales.shape:
+            own.copy_(scales)
+            self._fill(flat, stored, kind, tensors)
+            return
+        vector = torch.empty_like(flat.master) if own is not None else stored
+        for (name, parameter), (_, part) in zip(flat.named, flat.views(vector), strict=True):
+            assign(sharded_like(part, parameter), decoded(kind, number, flat, name, tensors))
+        self._moments.put(kind, number, vector)
 
     def _fill(self, flat: Flat, vector: Tensor, kind: str, tensors: Mapping[str, Tensor]) -> None:
         """Fill a vector from whole tensors under the parameters' names."""
