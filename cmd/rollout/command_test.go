@@ -52,6 +52,7 @@ func TestCommands(t *testing.T) {
 		"snapshot-unknown":    {args: "snapshot show snap-02"},
 		"snapshot-restore":    {args: "snapshot restore snap-01kapq5 --detach", asked: "RestoreSnapshot " + snapshot().GetSnapshotId()},
 		"snapshot-episodic":   {args: "snapshot create addition-grpo --kind train_state,episodic", asked: "TakeSnapshots [SNAPSHOT_KIND_TRAIN_STATE SNAPSHOT_KIND_EPISODIC]"},
+		"snapshot-bad-name":   {args: "snapshot create addition-grpo --name Before"},
 		"snapshot-all":        {args: "snapshot create addition-grpo --all", asked: "TakeSnapshots [SNAPSHOT_KIND_TRAIN_STATE SNAPSHOT_KIND_BUFFER]"},
 		"recover":             {args: "snapshot recover", asked: `RecoverSnapshots "" in ""`},
 		"recover-inputs":      {args: "snapshot recover --inputs /data"},

@@ -90,7 +90,7 @@ func (s *snapshotter) cut(ctx context.Context, step uint64) (done bool, err erro
 			return true, err
 		}
 		if err != nil {
-			s.log.WarnContext(ctx, "a snapshot that was asked for was not made", "step", step, "error", err)
+			s.log.WarnContext(ctx, "the requested snapshots were not made: "+rpcerr.Text(err), "step", step)
 		}
 		asked.made, asked.err = made, err
 		s.cuts.cancel(asked)

@@ -19,8 +19,8 @@ import (
 	"github.com/rollout-rl/rollout/services/controller/gate"
 )
 
-// errTaken ends a drive that another controller has taken over.
-var errTaken = errors.New("another controller leads and drives the run")
+// errTaken ends a drive that another controller has taken over, or whose run was started again.
+var errTaken = errors.New("another controller leads, or the run was started again")
 
 // taken reports that another controller drives the run, or that the run has a newer incarnation.
 func taken(err error) bool { return errors.Is(err, errTaken) || fence.Refused(err) }
@@ -181,7 +181,7 @@ func (d *drive) session(ctx context.Context, learners *learners) error {
 // end records how the drive ended and reports it to the scheduler.
 func (d *drive) end(ctx context.Context, err error, cancelled bool) {
 	if taken(err) || err != nil && d.record.save(ctx, true) {
-		d.log.WarnContext(ctx, errTaken.Error(), "error", err)
+		d.log.InfoContext(ctx, "the drive ends: "+errTaken.Error(), "error", err)
 		return
 	}
 	phase, report := d.outcome(err, cancelled)
@@ -345,8 +345,9 @@ func (r *record) save(ctx context.Context, active bool) (taken bool) {
 		Spec: r.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: r.delivery.newest, Health: r.vitals.monitor.State(),
 		Gates: r.gates.State(),
 	}, r.fence)
-	if err != nil {
+	taken = errors.Is(err, lease.ErrFenced) || fence.Refused(err)
+	if err != nil && !taken {
 		r.log.WarnContext(ctx, "the drive was not saved", "error", err)
 	}
-	return errors.Is(err, lease.ErrFenced) || fence.Refused(err)
+	return taken
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"path/filepath"
 	"runtime"
 	"slices"
 
@@ -109,6 +110,9 @@ func compare(made planformat.Inputs, baseDir string, in *planv1.Input) *planv1.P
 	switch {
 	case errors.Is(err, os.ErrNotExist):
 		p.Reason, p.Message = problem.MissingFile, fmt.Sprintf("the %s is missing", role(in.GetRole()))
+		if !planformat.Made(in) && !filepath.IsAbs(in.GetPath()) {
+			p.Fix = fmt.Sprintf("restore the file, name the folder to which the path is relative with --base-dir instead of %s, or create the plan again with `rollout plan`", baseDir)
+		}
 	case err != nil:
 		p.Reason, p.Message = problem.MissingFile, fmt.Sprintf("the %s can't be read: %v", role(in.GetRole()), err)
 	case digest != in.GetDigest():

@@ -202,7 +202,8 @@ func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot st
 		return "", Cursor{}, fmt.Errorf("start from snapshot: %w", err)
 	}
 	snap := resp.GetSnapshot()
-	if err := s.startable(ctx, snap); err != nil {
+	of, err := s.startable(ctx, snap)
+	if err != nil {
 		return "", Cursor{}, err
 	}
 	if train := plan.GetConfig().GetTrain(); snap.GetStep() >= train.GetSteps() {
@@ -215,7 +216,7 @@ func (s *runs) startingPoint(ctx context.Context, plan *planv1.Plan, snapshot st
 			WithMessage("snapshot %s is at step %d, and the plan has %d steps: no step is left", snap.GetSnapshotId(), snap.GetStep(), train.GetSteps()).
 			Fix(fmt.Sprintf("%s: `rollout run --config FILE --from %s --continue`", longer, snap.GetSnapshotId()))
 	}
-	if lacks := mismatch(snap, plan.GetConfig()); lacks != "" {
+	if lacks := mismatch(snap, of.GetConfig(), plan.GetConfig()); lacks != "" {
 		return "", Cursor{}, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).
 			WithMessage("snapshot %s %s: a run of this plan cannot start from it", snap.GetSnapshotId(), lacks).
 			Fix("to start at step 0 with its weights alone: `rollout run --config FILE --from " + snap.GetSnapshotId() + "`, without --continue")
@@ -272,9 +273,9 @@ func seedOf(snap *snapshotv1.Snapshot) *bufferv1.LedgerSeed {
 	return seed
 }
 
-// mismatch describes why a run of a plan cannot start from a training state, judged by its files;
-// "" if it can.
-func mismatch(snap *snapshotv1.Snapshot, config *configv1.RunConfig) string {
+// mismatch describes why a run of a plan cannot start from a training state, judged by its files and
+// by the configuration of its run, nil if that is not known; "" if it can.
+func mismatch(snap *snapshotv1.Snapshot, of, config *configv1.RunConfig) string {
 	adapters := trainstate.Has(snap, trainstate.Adapter)
 	switch {
 	case algorithm.Traits(config).GetNeedsCritic() && !trainstate.Has(snap, trainstate.Critic):
@@ -283,6 +284,18 @@ func mismatch(snap *snapshotv1.Snapshot, config *configv1.RunConfig) string {
 		return "has no adapters, which [lora] needs"
 	case config.GetLora() == nil && adapters:
 		return "has adapters, and the plan has no [lora]"
+	case of == nil:
+		return ""
+	}
+	was, is := of.GetModel().GetDtype(), config.GetModel().GetDtype()
+	before, after := of.GetLora(), config.GetLora()
+	switch {
+	case was != is:
+		return fmt.Sprintf("has weights in %s, and `model.dtype` of the plan is %s", was, is)
+	case before.GetRank() != after.GetRank():
+		return fmt.Sprintf("has adapters of rank %d, and `lora.rank` of the plan is %d", before.GetRank(), after.GetRank())
+	case before.GetDora() != after.GetDora():
+		return fmt.Sprintf("has `lora.dora = %t`, and the plan has %t", before.GetDora(), after.GetDora())
 	}
 	return ""
 }

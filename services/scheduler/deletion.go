@@ -21,6 +21,7 @@ import (
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 	storagev1 "github.com/rollout-rl/rollout/proto/gen/rollout/storage/v1"
@@ -416,15 +417,19 @@ func (d *deletion) files(runID string) error {
 }
 
 // startable returns an error if a run may not start from a snapshot, because it is being deleted
-// with its run. The snapshot of a deleted run exists as long as another run needs it.
-func (s *runs) startable(ctx context.Context, snap *snapshotv1.Snapshot) error {
+// with its run. The snapshot of a deleted run exists as long as another run needs it. of is the
+// plan of the snapshot's run, nil if it is not known.
+func (s *runs) startable(ctx context.Context, snap *snapshotv1.Snapshot) (of *planv1.Plan, err error) {
 	owner, err := s.Store.Get(ctx, snap.GetRunId())
 	if err == nil && owner.GetState() == Deleting {
-		return ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).WithMessage("snapshot %s is deleted with its run %s", snap.GetSnapshotId(), snap.GetRunId()).
+		return nil, ErrSnapshotKind.With("snapshot", snap.GetSnapshotId()).WithMessage("snapshot %s is deleted with its run %s", snap.GetSnapshotId(), snap.GetRunId()).
 			Fix("`rollout snapshot list` shows other snapshots")
 	}
-	if errors.Is(err, ErrNotFound) {
-		return nil
+	if of = snap.GetOrigin().GetPlan(); of == nil {
+		of = owner.GetPlan()
 	}
-	return err
+	if errors.Is(err, ErrNotFound) {
+		return of, nil
+	}
+	return of, err
 }

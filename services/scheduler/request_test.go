@@ -550,7 +550,33 @@ func TestRestoredRun(t *testing.T) {
 			t.Errorf("%s for %v: %v", c.holds, c.plan.GetConfig().GetAlgorithm(), err)
 		}
 	}
-	w.snapshots.snap.Files = nil
+	// Settings that the training state depends on are compared with those of its run.
+	for _, c := range []struct {
+		change func(*configv1.RunConfig)
+		want   string
+	}{
+		{func(c *configv1.RunConfig) { c.Model = &configv1.ModelConfig{Dtype: proto.String("bfloat16")} }, "has weights in float32, and `model.dtype` of the plan is bfloat16"},
+		{func(c *configv1.RunConfig) { c.Lora.Rank = proto.Uint32(16) }, "has adapters of rank 8, and `lora.rank` of the plan is 16"},
+		{func(c *configv1.RunConfig) { c.Lora.Dora = proto.Bool(true) }, "has `lora.dora = false`, and the plan has true"},
+		{func(c *configv1.RunConfig) { c.Lora.Alpha = proto.Float64(64) }, ""},
+	} {
+		of := func() *planv1.Plan {
+			p := plan(5, "sync", 0, false)
+			p.Config.Model = &configv1.ModelConfig{Dtype: proto.String("float32")}
+			p.Config.Lora = &configv1.LoraConfig{Rank: proto.Uint32(8)}
+			return p
+		}
+		changed := of()
+		c.change(changed.GetConfig())
+		w.planner.set(changed)
+		w.snapshots.snap.Files = []*snapshotv1.SnapshotFile{{Path: "adapter/adapter_model.safetensors"}}
+		w.snapshots.snap.Origin = &snapshotv1.Origin{Plan: of()}
+		_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})
+		if (err == nil) != (c.want == "") || err != nil && (!errors.Is(err, scheduler.ErrSnapshotKind) || !strings.Contains(err.Error(), c.want)) {
+			t.Errorf("want %q: %v", c.want, err)
+		}
+	}
+	w.snapshots.snap.Files, w.snapshots.snap.Origin = nil, nil
 	w.planner.set(plan(5, "sync", 0, false))
 	w.snapshots.snap.Step = 5
 	_, err = w.generation.CreateRun(t.Context(), &runv1.CreateRunRequest{Lock: []byte("lock"), BaseDir: w.dir, FromSnapshot: "snap-f"})

@@ -251,8 +251,8 @@ func (s *service) retain(ctx context.Context, newest *Snapshot, keep int) error 
 	return s.remove(ctx, nil, old...)
 }
 
-// removable returns ErrInUse for the newest snapshot of an active run, which needs it to recover.
-// An unknown id is no error.
+// removable returns ErrInUse for the newest training state of an active run, which needs it to
+// recover; snapshots of other kinds are only restored by request. An unknown id is no error.
 func (s *service) removable(ctx context.Context, id string) error {
 	snap, err := s.get(ctx, id)
 	if errors.Is(err, ErrNotFound) {
@@ -260,6 +260,9 @@ func (s *service) removable(ctx context.Context, id string) error {
 	}
 	if err != nil {
 		return err
+	}
+	if snap.GetKind() != snapshotv1.SnapshotKind_SNAPSHOT_KIND_TRAIN_STATE {
+		return nil
 	}
 	newest, err := s.Store.List(ctx, Filter{Run: snap.GetRunId(), Kind: snap.GetKind(), Limit: 1})
 	if err != nil || len(newest) == 0 || newest[0].GetSnapshotId() != snap.GetSnapshotId() {
@@ -277,7 +280,7 @@ func (s *service) removable(ctx context.Context, id string) error {
 		runv1.RunState_RUN_STATE_INTERRUPTED, runv1.RunState_RUN_STATE_DELETING:
 		return nil
 	default:
-		return ErrInUse.With("snapshot", id).WithMessage("snapshot %s is the newest one of the active run %s, which needs it to recover", id, run.GetRunId()).
+		return ErrInUse.With("snapshot", id).WithMessage("snapshot %s is the newest training state of the active run %s, which needs it to recover", id, run.GetRunId()).
 			Fix("cancel the run first: `rollout runs cancel " + run.GetRunId() + "`")
 	}
 }

@@ -528,6 +528,16 @@ func TestNewestSnapshotOfAnActiveRunIsNotDeleted(t *testing.T) {
 	if err := remove(old); err != nil {
 		t.Errorf("the older one: %v", err)
 	}
+	for _, kind := range []snapshotv1.SnapshotKind{snapshotv1.SnapshotKind_SNAPSHOT_KIND_BUFFER, snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC} {
+		snap := storetest.Snap("snap-"+kind.String(), "run-a", 3, "c") // no recovery needs it
+		snap.Kind = kind
+		if _, err := w.store.Record(t.Context(), snap, nil); err != nil {
+			t.Fatal(err)
+		}
+		if err := remove(snap); err != nil {
+			t.Errorf("%s: %v", kind, err)
+		}
+	}
 	w.scheduler.state = runv1.RunState_RUN_STATE_SUCCEEDED
 	if err := remove(newest); err != nil {
 		t.Errorf("of an ended run: %v", err)

@@ -278,7 +278,7 @@ def _same_shapes(path: Path, wanted: dict[str, Tensor], found: dict[str, Tensor]
         if found[name].shape != tensor.shape or not same:
             raise StateUnreadable(
                 f"{path}: {name} is {found[name].dtype} {tuple(found[name].shape)}, but the model's is "
-                f"{tensor.dtype} {tuple(tensor.shape)}: the state is of another model or precision"
+                f"{tensor.dtype} {tuple(tensor.shape)}: the state is of another model or precision. {_AS_MODEL}"
             )
 
 

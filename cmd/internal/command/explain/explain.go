@@ -98,7 +98,7 @@ func (c *collector) watch(ctx context.Context, every time.Duration) error {
 
 func (c *collector) show(found *waitv1.Explanation) error {
 	if c.env.JSON() {
-		return output.Line(c.env.Stdout, "explanation", found)
+		return output.Line(c.env.Stdout, "", found)
 	}
 	_, err := fmt.Fprint(c.env.Stdout, text(c.env, found)+"\n")
 	return err

@@ -3,6 +3,7 @@ package snapshot
 import (
 	"context"
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -23,6 +24,9 @@ var kinds = []snapshotv1.SnapshotKind{
 	snapshotv1.SnapshotKind_SNAPSHOT_KIND_EPISODIC,
 	snapshotv1.SnapshotKind_SNAPSHOT_KIND_PROCESS, // the last one, which `--all` leaves out: few hosts can
 }
+
+// nameRule is what the contract permits.
+var nameRule = regexp.MustCompile(`^([a-z0-9][a-z0-9._-]*)?$`)
 
 func createCommand(env *cli.Env) *cobra.Command {
 	var wanted []string
@@ -45,6 +49,9 @@ func createCommand(env *cli.Env) *cobra.Command {
 			asked, err := kindsOf(wanted, all)
 			if err != nil {
 				return err
+			}
+			if !nameRule.MatchString(name) || len(name) > 100 {
+				return cli.Usage("--name %s: a name has lower-case letters, digits, dots, hyphens, and underscores, begins with a letter or digit, and is at most 100 long", name)
 			}
 			return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
 				if all {

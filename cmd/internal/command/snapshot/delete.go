@@ -19,7 +19,7 @@ func deleteCommand(env *cli.Env) *cobra.Command {
 		Use:   "delete SNAPSHOT...",
 		Short: "Delete snapshots and the files that no other snapshot has",
 		Long: "Delete snapshots and the files that no other snapshot has. SNAPSHOT is its id, or a unique prefix of the id.\n\n" +
-			"A snapshot that a run started from is not deleted, nor is the newest one of an active run, which needs it to recover.",
+			"A snapshot that a run started from is not deleted, nor is the newest training state of an active run, which needs it to recover.",
 		Example: "  rollout snapshot delete snap-01kapq5q5m --yes",
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
