@@ -40,6 +40,11 @@ type Job struct {
 	Restart       bool   // discard the journal
 	AllowFailures bool   // write the output even if samples have no score
 
+	// For an evaluation; "" for each: none.
+	Baseline string // an output whose completions the rows get as `baseline`
+	Cluster  string // field of the rows that groups related ones
+	Scores   string // file for the scores of the rows
+
 	Worker  []string // command that starts a worker; "infer" is appended
 	Scratch string   // an existing folder
 	Lock    *os.File // locks Scratch while the worker lives; nil: Scratch is not locked
@@ -150,6 +155,7 @@ func (j *Job) spec() (string, error) {
 		"config": json.RawMessage(config), "base_dir": j.BaseDir, "model": j.Model, "weights_digest": j.WeightsDigest, "data": j.Data,
 		"subset": j.Subset, "split": j.Split,
 		"output": j.Output, "limit": j.Limit, "threads": j.Threads, "restart": j.Restart, "allow_failures": j.AllowFailures,
+		"baseline": j.Baseline, "cluster": j.Cluster, "scores": j.Scores,
 	})
 	if err != nil {
 		return "", fmt.Errorf("write the worker's spec: %w", err)

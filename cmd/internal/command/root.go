@@ -16,6 +16,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/command/docs"
 	"github.com/rollout-rl/rollout/cmd/internal/command/doctor"
 	"github.com/rollout-rl/rollout/cmd/internal/command/episodes"
+	"github.com/rollout-rl/rollout/cmd/internal/command/eval"
 	"github.com/rollout-rl/rollout/cmd/internal/command/explain"
 	"github.com/rollout-rl/rollout/cmd/internal/command/export"
 	"github.com/rollout-rl/rollout/cmd/internal/command/infer"
@@ -106,7 +107,7 @@ func Root(env *cli.Env) *cobra.Command {
 		recipe.Command(env), plan.ValidateCommand(env), plan.Command(env), run.Command(env), run.TrainCommand(env))
 	addGroup(root, "watch", "Watch and use:",
 		runs.Command(env), explain.Command(env), logs.Command(env), status.Command(env), serve.Command(env), chat.Command(env), completions.Command(env), episodes.Command(env), report.Command(env), compare.Command(env),
-		export.Command(env), infer.Command(env), audit.Command(env), replay.Command(env))
+		export.Command(env), infer.Command(env), eval.Command(env), audit.Command(env), replay.Command(env))
 	addGroup(root, "manage", "Manage:",
 		snapshot.Command(env), daemon.Command(env), doctor.Command(env), process.Command(env), plugin.Command(env), certs.Command(env), keys.Command(env), version.Command(env))
 	root.SetHelpCommandGroupID("manage")

@@ -296,7 +296,7 @@ func (c *Comparison) HTML(w io.Writer) error {
 		legends = append(legends, legend{c.Labels[i], class(i), d.run().GetRunId(), live.State(d.run().GetState())})
 	}
 	err := comparePage.Execute(w, map[string]any{
-		"Style": template.CSS(style), "Title": strings.Join(c.Labels, ", "), "Legends": legends, "Panels": c.panels(), "Differences": c.Differences(), //nolint:gosec // our own style sheet
+		"Style": Style(), "Title": strings.Join(c.Labels, ", "), "Legends": legends, "Panels": c.panels(), "Differences": c.Differences(),
 		"Evaluations": c.EvaluationRows(), "Speed": c.ThroughputRows(),
 	})
 	if err != nil {

@@ -22,6 +22,9 @@ var pageText string
 //go:embed style.css
 var style string
 
+// Style is the style sheet of the pages.
+func Style() template.CSS { return template.CSS(style) } //nolint:gosec // our own style sheet
+
 var page = template.Must(template.New("page").Funcs(template.FuncMap{"number": output.Number, "signed": signed}).Parse(pageText))
 
 const answersShown = 16
@@ -78,7 +81,7 @@ var panels = []struct {
 func (d *Data) HTML(w io.Writer) error {
 	run := d.Run.Status.GetRun()
 	err := page.Execute(w, map[string]any{
-		"Style": template.CSS(style), //nolint:gosec // our own style sheet
+		"Style": Style(),
 		"Name":  run.GetName(), "State": live.State(run.GetState()), "Succeeded": run.GetReason() == "" || run.GetReason() == refusal.StoppedByGate,
 		"Notes": d.notes(), "Facts": d.facts(), "Panels": d.panels(), "Measures": d.measures(), "Answers": d.answers(), "Kept": d.Kept, "Episodes": episodes(d.Kept),
 	})

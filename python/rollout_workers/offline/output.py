@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -35,12 +35,22 @@ def write(path: str, records: Iterable[Record], inputs: Mapping[str, Any]) -> No
     """Write to a temporary name, then rename, so that the file is either complete or absent.
     inputs: stored in a Parquet file's metadata as ``rollout.inputs``. Raises
     :class:`CannotWrite`."""
+    if path.endswith(".parquet"):
+        _whole(path, lambda temporary: _parquet(temporary, records, inputs))
+    else:
+        write_lines(path, records)
+
+
+def write_lines(path: str, records: Iterable[Record]) -> None:
+    """Write one JSON object per line; the file is either complete or absent. Raises
+    :class:`CannotWrite`."""
+    _whole(path, lambda temporary: _lines(temporary, records))
+
+
+def _whole(path: str, write: Callable[[str], None]) -> None:
     temporary = path + ".part"
     try:
-        if path.endswith(".parquet"):
-            _parquet(temporary, records, inputs)
-        else:
-            _lines(temporary, records)
+        write(temporary)
         _sync(temporary)
         os.replace(temporary, path)
         _sync(os.path.dirname(path))

@@ -18,13 +18,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from rollout.algorithm import rewarded
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.errors import RolloutError
 from rollout.plugin import RewardError
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout.source import hub
 from rollout.source.errors import BadSource, SourceError
-from rollout_workers.offline import output
+from rollout_workers.offline import output, scores
+from rollout_workers.offline.baseline import with_baseline
 from rollout_workers.offline.dataset import Dataset, library, read_rows
 from rollout_workers.offline.errors import (
     EXIT_DATA,
@@ -91,6 +93,8 @@ class _Batch:
         data = await asyncio.to_thread(
             read_rows, spec.data, spec.limit, base_dir=spec.base_dir, subset=spec.subset, split=spec.split
         )
+        if spec.baseline:
+            data = replace(data, rows=await asyncio.to_thread(with_baseline, data.rows, spec.baseline))
         spec = self._spec = await asyncio.to_thread(_with_model, spec)
         _report("loading", model=spec.model, rows=len(data.rows))
         model = await asyncio.to_thread(_load, spec)
@@ -102,6 +106,9 @@ class _Batch:
             data = await asyncio.to_thread(_without_overlong, spec.config, model.text, data)
             rows = data.rows
             inputs = await asyncio.to_thread(inputs_of, spec, digest, data)
+            if spec.scores and not spec.restart and (ended := scores.ended(spec.scores, inputs)):
+                _report("end", **ended)
+                return 0
             journal = Journal.open(spec.journal, inputs, restart=spec.restart)
             self._dropped = data.dropped
             _report(
@@ -153,7 +160,7 @@ class _Batch:
 
                 await sample(
                     runner, rows, journal, seed=config.seed, samples=spec.samples, slots=config.engine.slots,
-                    scores=rewards is not None, stop=self._stop, report=report,
+                    scores=rewarded(config), stop=self._stop, report=report,
                 )  # fmt: skip
         finally:
             if rewards is not None:
@@ -181,12 +188,16 @@ class _Batch:
                 fix="run the same command again, which retries failed rows; --allow-failures writes them without a score",
             )
         output.write(spec.output, _records(journal, rows, digest), inputs)
+        end = {
+            "output": spec.output, "rows": len(rows), "dropped": self._dropped,
+            "samples": statuses.total(), "tokens": tokens, "statuses": dict(statuses),
+            "failures": dict(failures), "mean_score": total / scored if scored else None, "model_digest": digest,
+        }  # fmt: skip
+        if spec.scores:
+            of_rows = (scores.of_row(row, rows[row], journal.samples(row), spec.cluster) for row in range(len(rows)))
+            scores.write(spec.scores, inputs, end, of_rows)
         journal.remove()
-        _report(
-            "end", output=spec.output, rows=len(rows), dropped=self._dropped,
-            samples=statuses.total(), tokens=tokens, statuses=dict(statuses),
-            failures=dict(failures), mean_score=total / scored if scored else None, model_digest=digest,
-        )  # fmt: skip
+        _report("end", **end)
 
 
 def _records(journal: Journal, rows: list[bytes], digest: str) -> Iterator[output.Record]:

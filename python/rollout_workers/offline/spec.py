@@ -2,7 +2,7 @@
 
     {"config": RunConfig, "base_dir": "/jobs", "model": "/models/tiny", "weights_digest": "", "data": "/data/test.jsonl",
      "subset": "", "split": "test", "output": "/out/test.parquet", "limit": 0, "threads": 2, "restart": false,
-     "allow_failures": false}
+     "allow_failures": false, "baseline": "", "cluster": "", "scores": ""}
 
 ``config`` has the prompt field, template, sampling (``sampling.group_size`` completions per row),
 seed, reward, and engine. Relative paths in it start at ``base_dir``. ``weights_digest``: the
@@ -41,6 +41,9 @@ class BatchSpec:
     threads: int
     restart: bool
     allow_failures: bool
+    baseline: str = ""
+    cluster: str = ""
+    scores: str = ""
 
     @property
     def parquet(self) -> bool:
@@ -77,6 +80,9 @@ def load_spec(path: str) -> BatchSpec:
             threads=int(given.get("threads", 0)) or os.cpu_count() or 1,
             restart=bool(given.get("restart", False)),
             allow_failures=bool(given.get("allow_failures", False)),
+            baseline=given.get("baseline", ""),
+            cluster=given.get("cluster", ""),
+            scores=given.get("scores", ""),
         )
     except (OSError, ValueError, KeyError, json_format.ParseError) as error:
         raise SpecInvalid(f"can't read {path or 'the spec'}: {error}") from error

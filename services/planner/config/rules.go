@@ -37,6 +37,7 @@ func (r *checker) rules(validator protovalidate.Validator) {
 	}
 	r.traits() // rules between keys come second: they mean nothing for a key with a wrong value
 	r.gates()
+	r.suites()
 	if err != nil {
 		expressions := expressions()
 		for _, violation := range invalid.Violations {
@@ -164,6 +165,8 @@ func (r *checker) badText(place document.Span, field string, descriptor key, v *
 			fix = fmt.Sprintf("name the plugin of the manifest too: `plugin = \"%s:NAME\"`", got)
 		}
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be of the form `file.py:function`, got %q", field, got), fix)
+	case leafOf(field) == "baseline":
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must end in .parquet or .jsonl, got %q", field, got), example(descriptor))
 	case field == "name":
 		fix := example(descriptor)
 		if slug := slugify(got); slug != "" {
@@ -318,6 +321,7 @@ var fixes = map[string]string{
 	"run_config.lora_freeze":            "remove `freeze` from [train], or the table [lora]",
 	"run_config.lora_average":           "remove `ema_decay` from [train], or the table [lora]",
 	"run_config.deliver":                "remove `deliver_every_steps`: 1 is the default",
+	"eval_suite.reward":                 "write `reward = { plugin = \"reward.py:function\" }` only",
 	"run_config.context":                "lower `max_tokens` in [sampling], or raise `max_model_len` in [engine]",
 }
 

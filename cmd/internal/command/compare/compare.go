@@ -26,20 +26,27 @@ const (
 func Command(env *cli.Env) *cobra.Command {
 	var metric, page, picture string
 	cmd := &cobra.Command{
-		Use:   "compare RUN RUN...",
-		Short: "Compare runs: settings that differ, curves, evaluations, throughput",
+		Use:   "compare RUN RUN... | FOLDER FOLDER",
+		Short: "Compare runs, or two results of rollout eval",
 		Long: `Compare runs: the curves of a metric in one chart, the first and the last evaluation, the throughput, and the settings that differ,
 defaults included. Inputs with different content, such as a changed dataset, count as settings.
 
 --html writes a page with the curves of all metrics; it needs no network. --png writes the curves of one metric.
 
+Two folders that "rollout eval" has written are compared by the rows that both have: the difference of each metric, its interval of
+95 %, and p, the probability of a difference at least as large between equal models.
+
 ` + cli.FolderHelp + " " + cli.RunHelp,
 		Example: `  rollout compare addition-grpo addition-dapo
   rollout compare run-01kapq3n run-01kapr4p --metric eval/accuracy
   rollout compare addition-grpo addition-dapo --html compare.html --png compare.png
-  rollout compare addition-grpo addition-dapo --format json`,
+  rollout compare addition-grpo addition-dapo --format json
+  rollout compare eval-before eval-after`,
 		Args: cobra.MinimumNArgs(2),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if evaluated(args) {
+				return evaluations(env, args)
+			}
 			return env.Plane.Browse(cmd, func(ctx context.Context, r record.Reader) error {
 				var runs []*report.Data
 				for _, name := range args {

@@ -3,7 +3,6 @@ package infer
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -14,15 +13,9 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/inference"
-	"github.com/rollout-rl/rollout/cmd/internal/problem"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
-	"github.com/rollout-rl/rollout/libs/algorithm"
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/infer"
-	planformat "github.com/rollout-rl/rollout/libs/plan"
-	"github.com/rollout-rl/rollout/libs/reward"
-	"github.com/rollout-rl/rollout/libs/trainstate"
-	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
 )
@@ -71,16 +64,13 @@ func (flags *inferFlags) destination(job *infer.Job) (err error) {
 // recorded uses the weights of a snapshot, and the configuration of its run with the sampling
 // settings of its evaluations.
 func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *infer.Job) error {
-	snapshot, err := record.SnapshotOf(ctx, r, flags.run+flags.snapshot) // one of them
+	found, err := inference.Record(ctx, r, flags.run+flags.snapshot, job.Worker, job.Scratch) // one of them
 	if err != nil {
 		return err
 	}
-	status, err := r.Run(ctx, snapshot.GetRunId())
-	if err != nil {
-		return err
-	}
-	job.Config, job.BaseDir = inference.Evaluating(status.GetRun().GetPlan().GetConfig()), status.GetRun().GetBaseDir()
-	for _, in := range status.GetRun().GetPlan().GetInputs() {
+	job.Model, job.WeightsDigest = found.Folder, found.Digest
+	job.Config, job.BaseDir = inference.Evaluating(found.Run.GetPlan().GetConfig()), found.Run.GetBaseDir()
+	for _, in := range found.Run.GetPlan().GetInputs() {
 		if in.GetRole() == planv1.InputRole_INPUT_ROLE_REWARD {
 			flags.rewards = append(flags.rewards, in)
 		}
@@ -89,13 +79,8 @@ func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *inf
 			job.Config.Data.Eval = proto.String(from[0].GetPath() + "@" + from[0].GetRevision()) // the rows of the run
 		}
 	}
-	flags.source = "as in the evaluations of " + snapshot.GetRunId()
-	if !algorithm.Generates(job.Config) {
-		return scores("the model of run " + snapshot.GetRunId())
-	}
-	job.Model = filepath.Join(job.Scratch, "weights")
-	job.WeightsDigest, err = record.Export{Reader: r, Worker: job.Worker}.Write(ctx, snapshot, trainstate.Weights, job.Model)
-	return err
+	flags.source = "as in the evaluations of " + found.Run.GetRunId()
+	return nil
 }
 
 // sameReward compares the files of the run's reward with its plan and returns what changed, which
@@ -124,23 +109,6 @@ func (flags *inferFlags) sameReward(baseDir string) (changed string, err error) 
 	return changed, nil
 }
 
-// scores returns the error for a reward model.
-func scores(what string) error {
-	return exit.New(exit.Data, "choose a model that generates text; use a reward model as `[reward.model]` of a configuration",
-		"%s is a reward model: it scores completions and cannot generate them", what)
-}
-
-// writes returns an error for the folder of a reward model. The worker checks everything else.
-func writes(folder string) error {
-	var config struct{ Architectures []string }
-	text, err := os.ReadFile(filepath.Join(folder, "config.json"))
-	if err == nil && json.Unmarshal(text, &config) == nil && len(config.Architectures) > 0 &&
-		reward.Scores(config.Architectures[0]) {
-		return scores(folder)
-	}
-	return nil
-}
-
 // configure sets the configuration of the job: of a run, of a file, or defaults, changed by flags.
 func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 	source := &planv1.ConfigSource{Set: flags.config.Set}
@@ -164,27 +132,18 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 			return err
 		}
 		if len(problems) > 0 {
-			fmt.Fprint(env.Stderr, problem.Render(problems, env.ErrStyle()))
-			return problem.Exit(problems)
+			return inference.Refuse(env, problems)
 		}
 		job.WeightsDigest = "" // the digest is for the precision of the run
 		flags.source = ""
 		job.Config, job.BaseDir = config, source.GetBaseDir()
 	}
 	if job.Model == "" {
-		job.Model = filepath.Join(job.BaseDir, job.Config.GetModel().GetPath())
-		if path := job.Config.GetModel().GetPath(); filepath.IsAbs(path) || planformat.OnHub(job.BaseDir, path) {
-			job.Model = path
-		}
-		if planformat.OnHub("", flags.model) {
-			job.Model = flags.model
-		} else if flags.model != "" {
-			if job.Model, err = filepath.Abs(flags.model); err != nil {
-				return err
-			}
+		if job.Model, err = inference.Folder(flags.model, job.Config, job.BaseDir); err != nil {
+			return err
 		}
 	}
-	if err := writes(job.Model); err != nil {
+	if err := inference.Generates(job.Model); err != nil {
 		return err
 	}
 	if err := flags.dataset(job); err != nil {
@@ -209,31 +168,12 @@ func (flags *inferFlags) dataset(job *infer.Job) (err error) {
 		if data, folder = job.Config.GetData().GetEval(), job.BaseDir; data == "" {
 			return cli.Usage("--data is required: the configuration has no data.eval")
 		}
-		job.Subset, job.Split = cmp.Or(flags.subset, evalSubset(job.Config.GetData())), cmp.Or(flags.split, job.Config.GetData().GetEvalSplit())
+		job.Subset, job.Split = cmp.Or(flags.subset, inference.EvalSubset(job.Config.GetData())), cmp.Or(flags.split, job.Config.GetData().GetEvalSplit())
 	} else if folder, err = os.Getwd(); err != nil {
 		return err
 	}
-	job.Data = data
-	if planformat.OnHub(folder, data) {
-		return nil
-	}
-	if !filepath.IsAbs(data) {
-		job.Data = filepath.Join(folder, data)
-	}
-	if _, err := os.Stat(job.Data); err != nil && !strings.ContainsAny(data, "*?[") {
-		return exit.New(exit.NoInput, "correct the path", "cannot read the dataset %s: %w", job.Data, cli.PathCause(err))
-	}
-	return nil
-}
-
-// evalSubset is the subset of the data set that `data.eval` names.
-func evalSubset(data *configv1.DataConfig) string {
-	train, _, _ := strings.Cut(data.GetTrain(), "@")
-	eval, _, _ := strings.Cut(data.GetEval(), "@")
-	if data.EvalSubset == nil && train == eval {
-		return data.GetSubset()
-	}
-	return data.GetEvalSubset()
+	job.Data, err = inference.Data(data, folder)
+	return err
 }
 
 // changes returns the flags that were set. The group size of a run is not used: the default of

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
+	"github.com/rollout-rl/rollout/cmd/internal/inference"
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/cmd/internal/tempdir"
@@ -117,7 +118,7 @@ func execute(env *cli.Env, cmd *cobra.Command, flags *inferFlags) error {
 	if changed != "" {
 		env.Note("note      %s; the scores are not those of the run's evaluations", changed)
 	}
-	note := "sampling  " + samplingOf(job.Config).String()
+	note := "sampling  " + inference.SamplingOf(job.Config).String()
 	if flags.source != "" {
 		note += "; " + flags.source
 	}
@@ -129,17 +130,17 @@ func execute(env *cli.Env, cmd *cobra.Command, flags *inferFlags) error {
 
 // answer runs the job and prints its result.
 func answer(ctx context.Context, env *cli.Env, job *infer.Job) error {
-	p := &progress{env: env}
-	done, err := job.Run(ctx, infer.Observer{Event: p.event, Warning: p.warning})
-	p.clear()
+	p := &inference.Progress{Env: env}
+	done, err := job.Run(ctx, infer.Observer{Event: p.Event, Warning: p.Warning})
+	p.Clear()
 	if err != nil {
 		return err
 	}
 	if env.JSON() {
 		return output.Value(env.Stdout, map[string]any{
 			"output": done.Output, "rows": done.Rows, "dropped": done.Dropped, "samples": done.Samples, "tokens": done.Tokens, "statuses": done.Statuses,
-			"failures": done.Failures, "mean_score": done.MeanScore, "model_digest": done.ModelDigest, "kept_rows": p.kept,
-			"sampling": samplingOf(job.Config),
+			"failures": done.Failures, "mean_score": done.MeanScore, "model_digest": done.ModelDigest, "kept_rows": p.Kept,
+			"sampling": inference.SamplingOf(job.Config),
 		})
 	}
 	var table output.Table
@@ -151,8 +152,8 @@ func answer(ctx context.Context, env *cli.Env, job *infer.Job) error {
 	if done.MeanScore != nil {
 		table.Row("mean score", output.Number(*done.MeanScore))
 	}
-	table.Row("samples", countsText(done.Statuses))
-	if failed := countsText(done.Failures); failed != "" {
+	table.Row("samples", inference.Counts(done.Statuses))
+	if failed := inference.Counts(done.Failures); failed != "" {
 		table.Row("failed", env.Style().Red(failed))
 	}
 	table.Row("model", done.ModelDigest)

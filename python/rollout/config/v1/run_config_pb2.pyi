@@ -1634,10 +1634,32 @@ class EvalConfig(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SuitesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___EvalSuiteConfig: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___EvalSuiteConfig | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     EVERY_STEPS_FIELD_NUMBER: _builtins.int
     MAX_PROMPTS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    SUITES_FIELD_NUMBER: _builtins.int
     every_steps: _builtins.int
     """Steps between two evaluations. There is also one before the first step and one after the last.
     0: no evaluation.
@@ -1651,6 +1673,12 @@ class EvalConfig(_message.Message):
     that they evaluate, and training continues in the meantime; the next evaluation waits for the
     last one. 0: a worker evaluates between two steps, and training waits.
     """
+    @_builtins.property
+    def suites(self) -> _containers.MessageMap[_builtins.str, Global___EvalSuiteConfig]:
+        """Suites of tasks, each in its own named table, such as `[eval.suites.sums]`. `rollout eval`
+        evaluates them (docs/evaluation.md); a run does not.
+        """
+
     def __init__(
         self,
         *,
@@ -1658,10 +1686,11 @@ class EvalConfig(_message.Message):
         max_prompts: _builtins.int | None = ...,
         temperature: _builtins.float | None = ...,
         workers: _builtins.int | None = ...,
+        suites: _abc.Mapping[_builtins.str, Global___EvalSuiteConfig] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_max_prompts", b"_max_prompts", "_temperature", b"_temperature", "_workers", b"_workers", "every_steps", b"every_steps", "max_prompts", b"max_prompts", "temperature", b"temperature", "workers", b"workers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_max_prompts", b"_max_prompts", "_temperature", b"_temperature", "_workers", b"_workers", "every_steps", b"every_steps", "max_prompts", b"max_prompts", "temperature", b"temperature", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps", "_max_prompts", b"_max_prompts", "_temperature", b"_temperature", "_workers", b"_workers", "every_steps", b"every_steps", "max_prompts", b"max_prompts", "suites", b"suites", "temperature", b"temperature", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__every_steps: _TypeAlias = _typing.Literal["every_steps"]  # noqa: Y015
     _WhichOneofArgType__every_steps: _TypeAlias = _typing.Literal["_every_steps", b"_every_steps"]  # noqa: Y015
@@ -1681,6 +1710,123 @@ class EvalConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__workers) -> _WhichOneofReturnType__workers | None: ...
 
 Global___EvalConfig: _TypeAlias = EvalConfig  # noqa: Y015
+
+@_typing.final
+class EvalSuiteConfig(_message.Message):
+    """EvalSuiteConfig sets a suite: rows, how they are sampled and scored, and metrics of the scores."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    PASS_SCORE_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    BASELINE_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    data: _builtins.str
+    """Held-out rows: a file, glob, folder, or name on the hub, as `data.eval`. Absent: `data.eval`."""
+    samples: _builtins.int
+    """Samples of each row."""
+    temperature: _builtins.float
+    """Temperature of the samples. 0 takes the most likely token. Absent: 0 for one sample, 1 for
+    several.
+    """
+    limit: _builtins.int
+    """Number of rows, from the start of the data. 0: all."""
+    seed: _builtins.int
+    """Seed of the samples. Absent: `seed`."""
+    max_tokens: _builtins.int
+    """Largest number of new tokens. Absent: `sampling.max_tokens`."""
+    pass_score: _builtins.float
+    """A sample passes with at least this score."""
+    cluster: _builtins.str
+    """Field of the rows that groups related ones, such as questions about one text: intervals treat
+    the rows with an equal value as one observation. Absent: every row is one.
+    """
+    baseline: _builtins.str
+    """Completions to compare with, a file that `rollout eval` or `rollout infer batch` has written
+    for the same rows. The reward is the judge: it has the completion as `row["baseline"]`, and
+    returns 1 for a win, 0.5 for a tie, and 0 for a loss.
+    """
+    @_builtins.property
+    def metrics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Numbers of the scores of the samples: `mean`; `pass@K`, the probability that one of K samples
+        has a score of at least `pass_score`; `best@K`, the expected highest score of K samples;
+        `win_rate`, the mean score of a judge that compares with `baseline`.
+        """
+
+    @_builtins.property
+    def reward(self) -> Global___RewardConfig:
+        """What scores a sample. Absent: `[reward]`."""
+
+    @_builtins.property
+    def environment(self) -> Global___EnvironmentConfig:
+        """Where episodes take place. Absent: `[environment]`."""
+
+    def __init__(
+        self,
+        *,
+        data: _builtins.str | None = ...,
+        metrics: _abc.Iterable[_builtins.str] | None = ...,
+        samples: _builtins.int | None = ...,
+        temperature: _builtins.float | None = ...,
+        limit: _builtins.int | None = ...,
+        seed: _builtins.int | None = ...,
+        max_tokens: _builtins.int | None = ...,
+        pass_score: _builtins.float | None = ...,
+        cluster: _builtins.str | None = ...,
+        baseline: _builtins.str | None = ...,
+        reward: Global___RewardConfig | None = ...,
+        environment: Global___EnvironmentConfig | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_cluster", b"_cluster", "_data", b"_data", "_limit", b"_limit", "_max_tokens", b"_max_tokens", "_pass_score", b"_pass_score", "_samples", b"_samples", "_seed", b"_seed", "_temperature", b"_temperature", "baseline", b"baseline", "cluster", b"cluster", "data", b"data", "environment", b"environment", "limit", b"limit", "max_tokens", b"max_tokens", "pass_score", b"pass_score", "reward", b"reward", "samples", b"samples", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_cluster", b"_cluster", "_data", b"_data", "_limit", b"_limit", "_max_tokens", b"_max_tokens", "_pass_score", b"_pass_score", "_samples", b"_samples", "_seed", b"_seed", "_temperature", b"_temperature", "baseline", b"baseline", "cluster", b"cluster", "data", b"data", "environment", b"environment", "limit", b"limit", "max_tokens", b"max_tokens", "metrics", b"metrics", "pass_score", b"pass_score", "reward", b"reward", "samples", b"samples", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
+    _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
+    _WhichOneofReturnType__cluster: _TypeAlias = _typing.Literal["cluster"]  # noqa: Y015
+    _WhichOneofArgType__cluster: _TypeAlias = _typing.Literal["_cluster", b"_cluster"]  # noqa: Y015
+    _WhichOneofReturnType__data: _TypeAlias = _typing.Literal["data"]  # noqa: Y015
+    _WhichOneofArgType__data: _TypeAlias = _typing.Literal["_data", b"_data"]  # noqa: Y015
+    _WhichOneofReturnType__limit: _TypeAlias = _typing.Literal["limit"]  # noqa: Y015
+    _WhichOneofArgType__limit: _TypeAlias = _typing.Literal["_limit", b"_limit"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__pass_score: _TypeAlias = _typing.Literal["pass_score"]  # noqa: Y015
+    _WhichOneofArgType__pass_score: _TypeAlias = _typing.Literal["_pass_score", b"_pass_score"]  # noqa: Y015
+    _WhichOneofReturnType__samples: _TypeAlias = _typing.Literal["samples"]  # noqa: Y015
+    _WhichOneofArgType__samples: _TypeAlias = _typing.Literal["_samples", b"_samples"]  # noqa: Y015
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cluster) -> _WhichOneofReturnType__cluster | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data) -> _WhichOneofReturnType__data | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__limit) -> _WhichOneofReturnType__limit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pass_score) -> _WhichOneofReturnType__pass_score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples) -> _WhichOneofReturnType__samples | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+
+Global___EvalSuiteConfig: _TypeAlias = EvalSuiteConfig  # noqa: Y015
 
 @_typing.final
 class SnapshotConfig(_message.Message):

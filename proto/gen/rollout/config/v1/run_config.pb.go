@@ -2047,7 +2047,10 @@ type EvalConfig struct {
 	// Inference workers that only evaluate, of those of `engine.workers`. They stay at the version
 	// that they evaluate, and training continues in the meantime; the next evaluation waits for the
 	// last one. 0: a worker evaluates between two steps, and training waits.
-	Workers       *uint32 `protobuf:"varint,4,opt,name=workers,proto3,oneof" json:"workers,omitempty"`
+	Workers *uint32 `protobuf:"varint,4,opt,name=workers,proto3,oneof" json:"workers,omitempty"`
+	// Suites of tasks, each in its own named table, such as `[eval.suites.sums]`. `rollout eval`
+	// evaluates them (docs/evaluation.md); a run does not.
+	Suites        map[string]*EvalSuiteConfig `protobuf:"bytes,5,rep,name=suites,proto3" json:"suites,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2110,6 +2113,164 @@ func (x *EvalConfig) GetWorkers() uint32 {
 	return 0
 }
 
+func (x *EvalConfig) GetSuites() map[string]*EvalSuiteConfig {
+	if x != nil {
+		return x.Suites
+	}
+	return nil
+}
+
+// EvalSuiteConfig sets a suite: rows, how they are sampled and scored, and metrics of the scores.
+type EvalSuiteConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Held-out rows: a file, glob, folder, or name on the hub, as `data.eval`. Absent: `data.eval`.
+	Data *string `protobuf:"bytes,1,opt,name=data,proto3,oneof" json:"data,omitempty"`
+	// Numbers of the scores of the samples: `mean`; `pass@K`, the probability that one of K samples
+	// has a score of at least `pass_score`; `best@K`, the expected highest score of K samples;
+	// `win_rate`, the mean score of a judge that compares with `baseline`.
+	Metrics []string `protobuf:"bytes,2,rep,name=metrics,proto3" json:"metrics,omitempty"`
+	// Samples of each row.
+	Samples *uint32 `protobuf:"varint,3,opt,name=samples,proto3,oneof" json:"samples,omitempty"`
+	// Temperature of the samples. 0 takes the most likely token. Absent: 0 for one sample, 1 for
+	// several.
+	Temperature *float64 `protobuf:"fixed64,4,opt,name=temperature,proto3,oneof" json:"temperature,omitempty"`
+	// Number of rows, from the start of the data. 0: all.
+	Limit *uint64 `protobuf:"varint,5,opt,name=limit,proto3,oneof" json:"limit,omitempty"`
+	// Seed of the samples. Absent: `seed`.
+	Seed *uint64 `protobuf:"varint,6,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
+	// Largest number of new tokens. Absent: `sampling.max_tokens`.
+	MaxTokens *uint32 `protobuf:"varint,7,opt,name=max_tokens,json=maxTokens,proto3,oneof" json:"max_tokens,omitempty"`
+	// A sample passes with at least this score.
+	PassScore *float64 `protobuf:"fixed64,8,opt,name=pass_score,json=passScore,proto3,oneof" json:"pass_score,omitempty"`
+	// Field of the rows that groups related ones, such as questions about one text: intervals treat
+	// the rows with an equal value as one observation. Absent: every row is one.
+	Cluster *string `protobuf:"bytes,9,opt,name=cluster,proto3,oneof" json:"cluster,omitempty"`
+	// Completions to compare with, a file that `rollout eval` or `rollout infer batch` has written
+	// for the same rows. The reward is the judge: it has the completion as `row["baseline"]`, and
+	// returns 1 for a win, 0.5 for a tie, and 0 for a loss.
+	Baseline *string `protobuf:"bytes,10,opt,name=baseline,proto3,oneof" json:"baseline,omitempty"`
+	// What scores a sample. Absent: `[reward]`.
+	Reward *RewardConfig `protobuf:"bytes,11,opt,name=reward,proto3" json:"reward,omitempty"`
+	// Where episodes take place. Absent: `[environment]`.
+	Environment   *EnvironmentConfig `protobuf:"bytes,12,opt,name=environment,proto3" json:"environment,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *EvalSuiteConfig) Reset() {
+	*x = EvalSuiteConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *EvalSuiteConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*EvalSuiteConfig) ProtoMessage() {}
+
+func (x *EvalSuiteConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use EvalSuiteConfig.ProtoReflect.Descriptor instead.
+func (*EvalSuiteConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *EvalSuiteConfig) GetData() string {
+	if x != nil && x.Data != nil {
+		return *x.Data
+	}
+	return ""
+}
+
+func (x *EvalSuiteConfig) GetMetrics() []string {
+	if x != nil {
+		return x.Metrics
+	}
+	return nil
+}
+
+func (x *EvalSuiteConfig) GetSamples() uint32 {
+	if x != nil && x.Samples != nil {
+		return *x.Samples
+	}
+	return 0
+}
+
+func (x *EvalSuiteConfig) GetTemperature() float64 {
+	if x != nil && x.Temperature != nil {
+		return *x.Temperature
+	}
+	return 0
+}
+
+func (x *EvalSuiteConfig) GetLimit() uint64 {
+	if x != nil && x.Limit != nil {
+		return *x.Limit
+	}
+	return 0
+}
+
+func (x *EvalSuiteConfig) GetSeed() uint64 {
+	if x != nil && x.Seed != nil {
+		return *x.Seed
+	}
+	return 0
+}
+
+func (x *EvalSuiteConfig) GetMaxTokens() uint32 {
+	if x != nil && x.MaxTokens != nil {
+		return *x.MaxTokens
+	}
+	return 0
+}
+
+func (x *EvalSuiteConfig) GetPassScore() float64 {
+	if x != nil && x.PassScore != nil {
+		return *x.PassScore
+	}
+	return 0
+}
+
+func (x *EvalSuiteConfig) GetCluster() string {
+	if x != nil && x.Cluster != nil {
+		return *x.Cluster
+	}
+	return ""
+}
+
+func (x *EvalSuiteConfig) GetBaseline() string {
+	if x != nil && x.Baseline != nil {
+		return *x.Baseline
+	}
+	return ""
+}
+
+func (x *EvalSuiteConfig) GetReward() *RewardConfig {
+	if x != nil {
+		return x.Reward
+	}
+	return nil
+}
+
+func (x *EvalSuiteConfig) GetEnvironment() *EnvironmentConfig {
+	if x != nil {
+		return x.Environment
+	}
+	return nil
+}
+
 // SnapshotConfig sets how often the whole training state is saved.
 type SnapshotConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2131,7 +2292,7 @@ type SnapshotConfig struct {
 
 func (x *SnapshotConfig) Reset() {
 	*x = SnapshotConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2143,7 +2304,7 @@ func (x *SnapshotConfig) String() string {
 func (*SnapshotConfig) ProtoMessage() {}
 
 func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2156,7 +2317,7 @@ func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotConfig.ProtoReflect.Descriptor instead.
 func (*SnapshotConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SnapshotConfig) GetEverySteps() uint64 {
@@ -2209,7 +2370,7 @@ type CompletionsConfig struct {
 
 func (x *CompletionsConfig) Reset() {
 	*x = CompletionsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2221,7 +2382,7 @@ func (x *CompletionsConfig) String() string {
 func (*CompletionsConfig) ProtoMessage() {}
 
 func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2234,7 +2395,7 @@ func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompletionsConfig.ProtoReflect.Descriptor instead.
 func (*CompletionsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CompletionsConfig) GetPerStep() uint32 {
@@ -2268,7 +2429,7 @@ type SinksConfig struct {
 
 func (x *SinksConfig) Reset() {
 	*x = SinksConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2280,7 +2441,7 @@ func (x *SinksConfig) String() string {
 func (*SinksConfig) ProtoMessage() {}
 
 func (x *SinksConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2293,7 +2454,7 @@ func (x *SinksConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SinksConfig.ProtoReflect.Descriptor instead.
 func (*SinksConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SinksConfig) GetTensorboard() *TensorboardConfig {
@@ -2329,7 +2490,7 @@ type TensorboardConfig struct {
 
 func (x *TensorboardConfig) Reset() {
 	*x = TensorboardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2341,7 +2502,7 @@ func (x *TensorboardConfig) String() string {
 func (*TensorboardConfig) ProtoMessage() {}
 
 func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2354,7 +2515,7 @@ func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorboardConfig.ProtoReflect.Descriptor instead.
 func (*TensorboardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *TensorboardConfig) GetDirectory() string {
@@ -2382,7 +2543,7 @@ type WandbConfig struct {
 
 func (x *WandbConfig) Reset() {
 	*x = WandbConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2394,7 +2555,7 @@ func (x *WandbConfig) String() string {
 func (*WandbConfig) ProtoMessage() {}
 
 func (x *WandbConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2407,7 +2568,7 @@ func (x *WandbConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WandbConfig.ProtoReflect.Descriptor instead.
 func (*WandbConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *WandbConfig) GetProject() string {
@@ -2453,7 +2614,7 @@ type MlflowConfig struct {
 
 func (x *MlflowConfig) Reset() {
 	*x = MlflowConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2465,7 +2626,7 @@ func (x *MlflowConfig) String() string {
 func (*MlflowConfig) ProtoMessage() {}
 
 func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2478,7 +2639,7 @@ func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MlflowConfig.ProtoReflect.Descriptor instead.
 func (*MlflowConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{23}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *MlflowConfig) GetTrackingUri() string {
@@ -2537,7 +2698,7 @@ type HealthConfig struct {
 
 func (x *HealthConfig) Reset() {
 	*x = HealthConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2549,7 +2710,7 @@ func (x *HealthConfig) String() string {
 func (*HealthConfig) ProtoMessage() {}
 
 func (x *HealthConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2562,7 +2723,7 @@ func (x *HealthConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HealthConfig.ProtoReflect.Descriptor instead.
 func (*HealthConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{24}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *HealthConfig) GetOnCollapse() string {
@@ -2682,7 +2843,7 @@ type LimitsConfig struct {
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[25]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2694,7 +2855,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[25]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2707,7 +2868,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{25}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -3203,7 +3364,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\tmax_steps\x18\x01 \x01(\rB\x0e\xbaH\x04*\x02\x18@\xca\xda\x18\x03\n" +
 	"\x010H\x00R\bmaxSteps\x88\x01\x01B\f\n" +
 	"\n" +
-	"_max_steps\"\xa3\x02\n" +
+	"_max_steps\"\xe9\x03\n" +
 	"\n" +
 	"EvalConfig\x12-\n" +
 	"\vevery_steps\x18\x01 \x01(\x04B\a\xca\xda\x18\x03\n" +
@@ -3215,12 +3376,49 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\vtemperature\x18\x03 \x01(\x01B\"\xbaH\x16\x12\x14@\x01\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.0H\x02R\vtemperature\x88\x01\x01\x12.\n" +
 	"\aworkers\x18\x04 \x01(\rB\x0f\xbaH\x05*\x03\x18\xff\a\xca\xda\x18\x03\n" +
-	"\x010H\x03R\aworkers\x88\x01\x01B\x0e\n" +
+	"\x010H\x03R\aworkers\x88\x01\x01\x12e\n" +
+	"\x06suites\x18\x05 \x03(\v2).rollout.config.v1.EvalConfig.SuitesEntryB\"\xbaH\x1f\x9a\x01\x1c\"\x1ar\x182\x16^[a-z][a-z0-9_]{0,31}$R\x06suites\x1a]\n" +
+	"\vSuitesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x128\n" +
+	"\x05value\x18\x02 \x01(\v2\".rollout.config.v1.EvalSuiteConfigR\x05value:\x028\x01B\x0e\n" +
 	"\f_every_stepsB\x0e\n" +
 	"\f_max_promptsB\x0e\n" +
 	"\f_temperatureB\n" +
 	"\n" +
-	"\b_workers\"\xbc\x02\n" +
+	"\b_workers\"\xfe\b\n" +
+	"\x0fEvalSuiteConfig\x129\n" +
+	"\x04data\x18\x01 \x01(\tB \xbaH\x04r\x02\x10\x01\xca\xda\x18\x15\x12\x0f\"heldout.jsonl\"\x18\x01 \x01H\x00R\x04data\x88\x01\x01\x12J\n" +
+	"\ametrics\x18\x02 \x03(\tB0\xbaH\v\x92\x01\b\x10 \"\x04r\x02\x10\x01\xca\xda\x18\x1e\n" +
+	"\b[\"mean\"]\x12\x12[\"mean\", \"pass@4\"]R\ametrics\x120\n" +
+	"\asamples\x18\x03 \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
+	"\x011H\x01R\asamples\x88\x01\x01\x12F\n" +
+	"\vtemperature\x18\x04 \x01(\x01B\x1f\xbaH\x16\x12\x14@\x01\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x02 \x01H\x02R\vtemperature\x88\x01\x01\x12\"\n" +
+	"\x05limit\x18\x05 \x01(\x04B\a\xca\xda\x18\x03\n" +
+	"\x010H\x03R\x05limit\x88\x01\x01\x12-\n" +
+	"\x04seed\x18\x06 \x01(\x04B\x14\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x02 \x01H\x04R\x04seed\x88\x01\x01\x121\n" +
+	"\n" +
+	"max_tokens\x18\a \x01(\rB\r\xbaH\x04*\x02(\x01\xca\xda\x18\x02 \x01H\x05R\tmaxTokens\x88\x01\x01\x124\n" +
+	"\n" +
+	"pass_score\x18\b \x01(\x01B\x10\xbaH\x04\x12\x02@\x01\xca\xda\x18\x05\n" +
+	"\x031.0H\x06R\tpassScore\x88\x01\x01\x128\n" +
+	"\acluster\x18\t \x01(\tB\x19\xbaH\x04r\x02\x10\x01\xca\xda\x18\x0e\x12\n" +
+	"\"document\" \x01H\aR\acluster\x88\x01\x01\x12W\n" +
+	"\bbaseline\x18\n" +
+	" \x01(\tB6\xbaH\x16r\x142\x12\\.(parquet|jsonl)$\xca\xda\x18\x19\x12\x13\"base/chat.parquet\"\x18\x01 \x01H\bR\bbaseline\x88\x01\x01\x12?\n" +
+	"\x06reward\x18\v \x01(\v2\x1f.rollout.config.v1.RewardConfigB\x06\xca\xda\x18\x02 \x01R\x06reward\x12N\n" +
+	"\venvironment\x18\f \x01(\v2$.rollout.config.v1.EnvironmentConfigB\x06\xca\xda\x18\x02 \x01R\venvironment:\x9a\x02\xbaH\x96\x02\x1a\x93\x02\n" +
+	"\x11eval_suite.reward\x12^`[eval.suites.*.reward]` takes exactly one of `plugin`, `expression`, `model`, and `composite`\x1a\x9d\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), size(this.reward.composite) > 0].filter(x, x).size() == 1B\a\n" +
+	"\x05_dataB\n" +
+	"\n" +
+	"\b_samplesB\x0e\n" +
+	"\f_temperatureB\b\n" +
+	"\x06_limitB\a\n" +
+	"\x05_seedB\r\n" +
+	"\v_max_tokensB\r\n" +
+	"\v_pass_scoreB\n" +
+	"\n" +
+	"\b_clusterB\v\n" +
+	"\t_baseline\"\xbc\x02\n" +
 	"\x0eSnapshotConfig\x12-\n" +
 	"\vevery_steps\x18\x01 \x01(\x04B\a\xca\xda\x18\x03\n" +
 	"\x010H\x00R\n" +
@@ -3368,7 +3566,7 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 29)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
 	(*GateConfig)(nil),         // 1: rollout.config.v1.GateConfig
@@ -3388,55 +3586,61 @@ var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*EnvironmentConfig)(nil),  // 15: rollout.config.v1.EnvironmentConfig
 	(*StalenessConfig)(nil),    // 16: rollout.config.v1.StalenessConfig
 	(*EvalConfig)(nil),         // 17: rollout.config.v1.EvalConfig
-	(*SnapshotConfig)(nil),     // 18: rollout.config.v1.SnapshotConfig
-	(*CompletionsConfig)(nil),  // 19: rollout.config.v1.CompletionsConfig
-	(*SinksConfig)(nil),        // 20: rollout.config.v1.SinksConfig
-	(*TensorboardConfig)(nil),  // 21: rollout.config.v1.TensorboardConfig
-	(*WandbConfig)(nil),        // 22: rollout.config.v1.WandbConfig
-	(*MlflowConfig)(nil),       // 23: rollout.config.v1.MlflowConfig
-	(*HealthConfig)(nil),       // 24: rollout.config.v1.HealthConfig
-	(*LimitsConfig)(nil),       // 25: rollout.config.v1.LimitsConfig
-	nil,                        // 26: rollout.config.v1.RunConfig.GatesEntry
-	nil,                        // 27: rollout.config.v1.DataConfig.TrainMixEntry
-	nil,                        // 28: rollout.config.v1.RewardConfig.CompositeEntry
-	(*AlgorithmConfig)(nil),    // 29: rollout.config.v1.AlgorithmConfig
+	(*EvalSuiteConfig)(nil),    // 18: rollout.config.v1.EvalSuiteConfig
+	(*SnapshotConfig)(nil),     // 19: rollout.config.v1.SnapshotConfig
+	(*CompletionsConfig)(nil),  // 20: rollout.config.v1.CompletionsConfig
+	(*SinksConfig)(nil),        // 21: rollout.config.v1.SinksConfig
+	(*TensorboardConfig)(nil),  // 22: rollout.config.v1.TensorboardConfig
+	(*WandbConfig)(nil),        // 23: rollout.config.v1.WandbConfig
+	(*MlflowConfig)(nil),       // 24: rollout.config.v1.MlflowConfig
+	(*HealthConfig)(nil),       // 25: rollout.config.v1.HealthConfig
+	(*LimitsConfig)(nil),       // 26: rollout.config.v1.LimitsConfig
+	nil,                        // 27: rollout.config.v1.RunConfig.GatesEntry
+	nil,                        // 28: rollout.config.v1.DataConfig.TrainMixEntry
+	nil,                        // 29: rollout.config.v1.RewardConfig.CompositeEntry
+	nil,                        // 30: rollout.config.v1.EvalConfig.SuitesEntry
+	(*AlgorithmConfig)(nil),    // 31: rollout.config.v1.AlgorithmConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
 	3,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
 	4,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
 	6,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
 	7,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	29, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
+	31, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
 	11, // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
 	14, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
 	15, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
 	16, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
 	17, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
-	18, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	25, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	19, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
+	26, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
 	12, // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
-	19, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
+	20, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
 	13, // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
-	20, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
-	24, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
+	21, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
+	25, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
 	2,  // 17: rollout.config.v1.RunConfig.recovery:type_name -> rollout.config.v1.RecoveryConfig
-	26, // 18: rollout.config.v1.RunConfig.gates:type_name -> rollout.config.v1.RunConfig.GatesEntry
-	27, // 19: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
+	27, // 18: rollout.config.v1.RunConfig.gates:type_name -> rollout.config.v1.RunConfig.GatesEntry
+	28, // 19: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
 	9,  // 20: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	28, // 21: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
+	29, // 21: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
 	8,  // 22: rollout.config.v1.RewardConfig.limits:type_name -> rollout.config.v1.RewardLimitsConfig
 	9,  // 23: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	21, // 24: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
-	22, // 25: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
-	23, // 26: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
-	1,  // 27: rollout.config.v1.RunConfig.GatesEntry.value:type_name -> rollout.config.v1.GateConfig
-	5,  // 28: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
-	10, // 29: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
-	30, // [30:30] is the sub-list for method output_type
-	30, // [30:30] is the sub-list for method input_type
-	30, // [30:30] is the sub-list for extension type_name
-	30, // [30:30] is the sub-list for extension extendee
-	0,  // [0:30] is the sub-list for field type_name
+	30, // 24: rollout.config.v1.EvalConfig.suites:type_name -> rollout.config.v1.EvalConfig.SuitesEntry
+	7,  // 25: rollout.config.v1.EvalSuiteConfig.reward:type_name -> rollout.config.v1.RewardConfig
+	15, // 26: rollout.config.v1.EvalSuiteConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
+	22, // 27: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
+	23, // 28: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
+	24, // 29: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
+	1,  // 30: rollout.config.v1.RunConfig.GatesEntry.value:type_name -> rollout.config.v1.GateConfig
+	5,  // 31: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
+	10, // 32: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
+	18, // 33: rollout.config.v1.EvalConfig.SuitesEntry.value:type_name -> rollout.config.v1.EvalSuiteConfig
+	34, // [34:34] is the sub-list for method output_type
+	34, // [34:34] is the sub-list for method input_type
+	34, // [34:34] is the sub-list for extension type_name
+	34, // [34:34] is the sub-list for extension extendee
+	0,  // [0:34] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -3472,13 +3676,14 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[23].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[24].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[25].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[26].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   29,
+			NumMessages:   31,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

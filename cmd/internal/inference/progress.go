@@ -1,4 +1,4 @@
-package infer
+package inference
 
 import (
 	"fmt"
@@ -12,53 +12,57 @@ import (
 	"github.com/rollout-rl/rollout/libs/infer"
 )
 
-// progress prints the events and warnings of a job. On a terminal it redraws one line.
-type progress struct {
-	env   *cli.Env
+// Progress prints the events and warnings of a job. On a terminal it redraws one line.
+type Progress struct {
+	Env  *cli.Env
+	Kept int // rows that were finished before
+
 	mu    sync.Mutex
-	kept  int  // rows that were finished before
 	drawn bool // the line is on the screen
 }
 
-func (p *progress) event(e infer.Event) {
+// Event prints an event of the worker.
+func (p *Progress) Event(e infer.Event) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch e.Event {
 	case "loading":
 		p.draw(fmt.Sprintf("loading %s for %s rows", e.Model, output.Count(e.Rows)))
 	case "begin":
-		p.clear()
-		if p.kept = e.Kept; p.kept > 0 {
-			p.env.Note("continuing after %s of %s rows", output.Count(e.Kept), output.Count(e.Rows))
+		p.Clear()
+		if p.Kept = e.Kept; p.Kept > 0 {
+			p.Env.Note("continuing after %s of %s rows", output.Count(e.Kept), output.Count(e.Rows))
 		}
 	case "progress":
-		p.draw(progressText(e, p.kept))
+		p.draw(progressText(e, p.Kept))
 	default:
-		p.clear()
+		p.Clear()
 	}
 }
 
-func (p *progress) warning(text string, repeated int) {
+// Warning prints a warning of the worker. repeated: how often it was repeated, 0 for a new one.
+func (p *Progress) Warning(text string, repeated int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.clear()
+	p.Clear()
 	if repeated > 0 {
 		text = fmt.Sprintf("%s more: %s", output.Count(repeated), text)
 	}
-	p.env.Note("%s", text)
+	p.Env.Note("%s", text)
 }
 
-func (p *progress) draw(line string) {
-	if p.env.Terminal && !p.env.JSON() {
-		p.clear()
-		fmt.Fprint(p.env.Stdout, line)
+func (p *Progress) draw(line string) {
+	if p.Env.Terminal && !p.Env.JSON() {
+		p.Clear()
+		fmt.Fprint(p.Env.Stdout, line)
 		p.drawn = true
 	}
 }
 
-func (p *progress) clear() {
+// Clear removes the line from the terminal.
+func (p *Progress) Clear() {
 	if p.drawn {
-		fmt.Fprint(p.env.Stdout, "\r\x1b[K")
+		fmt.Fprint(p.Env.Stdout, "\r\x1b[K")
 		p.drawn = false
 	}
 }
@@ -89,14 +93,14 @@ func progressText(e infer.Event, kept int) string {
 	if e.Retries > 0 {
 		parts = append(parts, fmt.Sprintf("reward retries: %s", output.Count(e.Retries)))
 	}
-	if failed := countsText(e.Failures); failed != "" {
+	if failed := Counts(e.Failures); failed != "" {
 		parts = append(parts, "failed: "+failed)
 	}
 	return strings.Join(parts, "  ")
 }
 
-// countsText lists counts by name.
-func countsText(counts map[string]uint64) string {
+// Counts lists counts by name.
+func Counts(counts map[string]uint64) string {
 	var parts []string
 	for reason, n := range counts {
 		parts = append(parts, fmt.Sprintf("%s %s", reason, output.Count(n)))

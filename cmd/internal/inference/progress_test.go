@@ -1,4 +1,4 @@
-package infer
+package inference
 
 import (
 	"strings"

@@ -1,4 +1,4 @@
-package infer
+package inference
 
 import (
 	"fmt"
@@ -8,8 +8,8 @@ import (
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
-// sampling are the settings that a completion depends on.
-type sampling struct {
+// Sampling are the settings that a completion depends on.
+type Sampling struct {
 	Samples     uint32   `json:"samples"`
 	Temperature float64  `json:"temperature"`
 	TopP        float64  `json:"top_p"`
@@ -20,13 +20,14 @@ type sampling struct {
 	Seed        uint64   `json:"seed"`
 }
 
-func samplingOf(c *configv1.RunConfig) sampling {
+// SamplingOf returns those of a configuration.
+func SamplingOf(c *configv1.RunConfig) Sampling {
 	s := c.GetSampling()
-	return sampling{s.GetGroupSize(), s.GetTemperature(), s.GetTopP(), s.GetTopK(), s.GetMinP(), s.GetMaxTokens(), append([]string{}, s.GetStop()...), c.GetSeed()}
+	return Sampling{s.GetGroupSize(), s.GetTemperature(), s.GetTopP(), s.GetTopK(), s.GetMinP(), s.GetMaxTokens(), append([]string{}, s.GetStop()...), c.GetSeed()}
 }
 
 // String lists the settings; filters that are off are left out.
-func (s sampling) String() string {
+func (s Sampling) String() string {
 	parts := []string{fmt.Sprintf("%d per row", s.Samples), "temperature " + output.Number(s.Temperature)}
 	if s.Temperature == 0 {
 		parts[1] += " (greedy)"
