@@ -55,7 +55,8 @@ def _cpu_seconds(pid: str) -> float | None:
 def test_a_process_that_holds_the_interpreter_ends_with_its_worker(way: str, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(_REWARD)
     (tmp_path / "plugin.toml").write_text(
-        'name = "holds"\nversion = "1.0.0"\nkind = "reward"\ncommand = ["python", "-m", "rollout.hosting.sidecar", "reward.py:holds"]\n'
+        'name = "holds"\nversion = "1.0.0"\nkind = "reward"\n'
+        'command = ["python", "-m", "rollout.hosting.sidecar", "reward.py:holds"]\n'
     )
     worker = subprocess.Popen([sys.executable, "-c", _WORKER, way, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
