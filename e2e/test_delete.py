@@ -170,14 +170,23 @@ def test_a_fork_keeps_its_snapshot(tmp_path: Path) -> None:
         fork = running.snapshots.RestoreSnapshot(snapshot_pb2.RestoreSnapshotRequest(snapshot_id=start.snapshot_id)).run.run_id
         finish(running, fork)
         refused = command(running, "snapshot", "delete", start.snapshot_id, "--yes", code=65)
-        assert refused["error"]["reason"] == "SNAPSHOT_IN_USE"
+        assert refused["error"]["reason"] == "SNAPSHOT_IN_USE" and fork in refused["error"]["fix"]
         [deleted] = command(running, "runs", "delete", origin, "--yes")["runs"]
         assert deleted["kept_snapshots"] == [start.snapshot_id]
         kept = running.snapshots.GetSnapshot(snapshot_pb2.GetSnapshotRequest(snapshot_id=start.snapshot_id)).snapshot
         assert {file.digest for file in kept.files} <= artifacts(running)
+        again = command(running, "snapshot", "restore", start.snapshot_id, "--set", f"train.steps={start.step + 2}", "--detach")[
+            "run_id"
+        ]
+        finish(running, again)
+        command(running, "snapshot", "export", start.snapshot_id, "--to", str(tmp_path / "kept.tar"))
         command(running, "runs", "delete", fork, "--yes")
+        assert command(running, "snapshot", "verify", start.snapshot_id)["flaws"] == []
+        command(running, "runs", "delete", again, "--yes")
         assert artifacts(running) == set()
-        until(lambda: traces(running, origin) + traces(running, fork) == [], "that nothing is left", 20)
+        until(
+            lambda: [*traces(running, origin), *traces(running, fork), *traces(running, again)] == [], "that nothing is left", 20
+        )
     finally:
         stop(running)
 

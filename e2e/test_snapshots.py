@@ -67,6 +67,9 @@ def test_an_exported_snapshot_continues_elsewhere(tmp_path: Path) -> None:
         forked = rollout(there, "snapshot", "fork", imported, "--set", "train.steps=9", "--detach")["run_id"]
         assert finish(running, forked) != digest
         assert running.status(forked).run.step == 9 and running.status(forked).run.from_snapshot == imported
+        assert f"{imported} (step 6 of {run})" in run_rollout(there, "runs", "show", forked).stdout
+        rollout(there, "runs", "delete", restored, forked, "--yes")
+        assert rollout(there, "snapshot", "verify", imported)["flaws"] == [], "an imported snapshot is deleted by request only"
     finally:
         stop(running)
 

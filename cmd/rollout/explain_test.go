@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/encoding/protojson"
 
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
@@ -89,4 +90,15 @@ type eventsOnly struct{ *fake }
 
 func (e eventsOnly) Register(r grpc.ServiceRegistrar) {
 	storagev1.RegisterEventServiceServer(r, fakeEvents{fake: e.fake})
+}
+
+// With --watch, each line has the message that a command without it prints.
+func TestAWatchedExplanationIsTheSameMessage(t *testing.T) {
+	t.Parallel()
+	p := newPlane(t, &fake{state: runv1.RunState_RUN_STATE_FAILED, history: story()})
+	got := call{plane: p, now: func() time.Time { return noon.Add(60 * time.Second) }}.run(t, "explain", runID, "--watch", "--format", "json", "--server", "here")
+	var found waitv1.Explanation
+	if err := protojson.Unmarshal([]byte(got.stdout), &found); err != nil || found.GetRunId() != runID || len(found.GetChain()) == 0 {
+		t.Errorf("%v in %s", err, got.text())
+	}
 }

@@ -273,8 +273,8 @@ func seedOf(snap *snapshotv1.Snapshot) *bufferv1.LedgerSeed {
 	return seed
 }
 
-// mismatch describes why a run of a plan cannot start from a training state, judged by its files and
-// by the configuration of its run, nil if that is not known; "" if it can.
+// mismatch describes why a run of a plan cannot start from a training state, judged by its files
+// and by the configuration of its run, nil if that is not known; "" if it can.
 func mismatch(snap *snapshotv1.Snapshot, of, config *configv1.RunConfig) string {
 	adapters := trainstate.Has(snap, trainstate.Adapter)
 	switch {

@@ -396,6 +396,9 @@ func (d *deletion) snapshots(ctx context.Context, run *Run) (kept []string, err 
 	if err != nil && !errors.Is(err, ErrNotFound) {
 		return nil, err
 	}
+	if origin := got.GetSnapshot().GetOrigin(); err != nil && origin != nil && !origin.GetDeleted() {
+		return resp.GetKept(), nil // it was imported, and a person deletes it
+	}
 	_, err = d.Snapshots.DeleteSnapshot(ctx, &snapshotv1.DeleteSnapshotRequest{SnapshotId: from, Fence: d.fence(0)})
 	return resp.GetKept(), err
 }

@@ -271,6 +271,36 @@ func TestDeletionUnpinsTheOrigin(t *testing.T) {
 	}
 }
 
+// An imported snapshot has no run here. It is not deleted with a run that started from it; that of a
+// run which was deleted here is.
+func TestDeletionKeepsAnImportedSnapshot(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		of   *snapshotv1.Origin
+		gone bool
+	}{
+		"imported":      {&snapshotv1.Origin{BaseDir: "/data"}, false},
+		"of a deleted":  {&snapshotv1.Origin{BaseDir: "/data", Deleted: true}, true},
+		"of an unknown": {nil, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := setup(t)
+			w.snapshots.snap = &snapshotv1.Snapshot{SnapshotId: origin, RunId: first, Origin: c.of}
+			w.start()
+			fork := storetest.Sample(second, "b", scheduler.Succeeded)
+			fork.FromSnapshot = origin
+			w.add(fork)
+			if err := w.remove(second); err != nil {
+				t.Fatal(err)
+			}
+			if got := w.erased.list(); !slices.Contains(got, "unpin "+origin) || slices.Contains(got, "snapshot "+origin) != c.gone {
+				t.Errorf("deleted %v", got)
+			}
+		})
+	}
+}
+
 func TestRunWhoseFilesAreReadIsNotDeleted(t *testing.T) {
 	t.Parallel()
 	w := setup(t)

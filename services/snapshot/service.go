@@ -376,6 +376,7 @@ func (s *service) own(ctx context.Context, want *Snapshot) error {
 		return s.Projects.Check(ctx, want.GetRunId())
 	}
 	want.Origin.Project, _ = apikey.ProjectOf(ctx)
+	want.Origin.Deleted = false
 	return s.Projects.CheckNew(ctx, want.GetRunId())
 }
 
@@ -432,6 +433,9 @@ func (s *service) deleteRun(ctx context.Context, run string, keep []string, by *
 			after = snap.GetSnapshotId()
 			if slices.Contains(keep, after) {
 				kept = append(kept, after)
+				if err := s.orphan(ctx, snap); err != nil {
+					return nil, err
+				}
 				continue
 			}
 			if err := s.Store.Unpin(ctx, after, by); err != nil && !errors.Is(err, ErrNotFound) {
@@ -446,6 +450,24 @@ func (s *service) deleteRun(ctx context.Context, run string, keep []string, by *
 			return kept, s.sweep(ctx)
 		}
 	}
+}
+
+// orphan records what a restore needs to know of the run of a snapshot that stays when its run is
+// deleted. An imported snapshot has it.
+func (s *service) orphan(ctx context.Context, snap *Snapshot) error {
+	if snap.GetOrigin() != nil {
+		return nil
+	}
+	origin, err := originOf(ctx, s.Scheduler, snap)
+	if rpcerr.Code(err) == codes.NotFound {
+		return nil // nothing is known of the run any more
+	}
+	if err != nil {
+		return fmt.Errorf("find the plan of %s: %w", snap.GetRunId(), err)
+	}
+	origin.Deleted = true
+	snap.Origin = origin
+	return s.Store.Update(ctx, snap)
 }
 
 // restore creates a run that continues from a snapshot.

@@ -507,6 +507,19 @@ func TestDeleteRunKeepsWhatIsNeeded(t *testing.T) {
 	if err != nil || !slices.Equal(got.GetKept(), []string{kept.GetSnapshotId()}) || !slices.Equal(w.artifacts.list(), []string{"a", "b"}) {
 		t.Fatalf("%v, %v, storage has %v", got, err, w.artifacts.list())
 	}
+	stays, err := w.GetSnapshot(t.Context(), &snapshotv1.GetSnapshotRequest{SnapshotId: kept.GetSnapshotId()})
+	if of := stays.GetSnapshot().GetOrigin(); err != nil || !of.GetDeleted() || of.GetBaseDir() != "/data" || of.GetPlan().GetConfig().GetName() != "origin" {
+		t.Errorf("a snapshot that stays cannot be restored: %v, %v", of, err)
+	}
+	imported := storetest.Snap("", "run-elsewhere", 5, "e")
+	imported.Origin = stays.GetSnapshot().GetOrigin()
+	taken, err := w.CreateSnapshot(t.Context(), &snapshotv1.CreateSnapshotRequest{Snapshot: imported, Directory: "/scratch"})
+	if err != nil || taken.GetSnapshot().GetOrigin().GetDeleted() {
+		t.Errorf("an import says that its run was deleted here: %v, %v", taken, err)
+	}
+	if _, err := w.DeleteSnapshot(t.Context(), &snapshotv1.DeleteSnapshotRequest{SnapshotId: taken.GetSnapshot().GetSnapshotId()}); err != nil {
+		t.Error(err)
+	}
 	if got, err = w.DeleteRun(t.Context(), &snapshotv1.DeleteRunRequest{RunId: "run-a"}); err != nil || len(got.GetKept())+len(w.artifacts.list()) > 0 {
 		t.Errorf("%v, %v, storage has %v", got, err, w.artifacts.list())
 	}

@@ -123,7 +123,7 @@ func showCommand(env *cli.Env) *cobra.Command {
 				if err != nil {
 					return err
 				}
-				return env.Message(status, func() string { return runText(env, shown) })
+				return env.Message(status, func() string { return runText(env, shown, origin(ctx, r, status.GetRun())) })
 			})
 		},
 	}
@@ -148,7 +148,20 @@ func gather(ctx context.Context, r record.Reader, status *runv1.RunStatus) (*liv
 	return shown, nil
 }
 
-func runText(env *cli.Env, r *live.Run) string {
+// origin names the snapshot that a run started from, with its step and run if the snapshot exists;
+// "" if it began at step 0.
+func origin(ctx context.Context, r record.Reader, run *runv1.Run) string {
+	if run.GetFromSnapshot() == "" {
+		return ""
+	}
+	from, err := r.Snapshot(ctx, run.GetFromSnapshot())
+	if err != nil {
+		return run.GetFromSnapshot()
+	}
+	return fmt.Sprintf("%s (step %s of %s)", from.GetSnapshotId(), output.Count(from.GetStep()), from.GetRunId())
+}
+
+func runText(env *cli.Env, r *live.Run, from string) string {
 	run := r.Status.GetRun()
 	text := r.View(env.Style(), 1000, env.Zone, "")
 	var table output.Table
@@ -166,7 +179,7 @@ func runText(env *cli.Env, r *live.Run) string {
 	}
 	add("plan", run.GetPlan().GetPlanId())
 	add("starts", fmt.Sprint(run.GetIncarnation()))
-	add("from", run.GetFromSnapshot())
+	add("from", from)
 	add("folder", run.GetDirectory())
 	add("weights", run.GetWeightsDirectory())
 	add("digest", run.GetWeightsDigest())

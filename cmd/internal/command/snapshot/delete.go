@@ -9,7 +9,11 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/exit"
+	"github.com/rollout-rl/rollout/libs/paging"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
 )
 
@@ -37,7 +41,7 @@ func deleteCommand(env *cli.Env) *cobra.Command {
 				}
 				for _, snapshot := range chosen.GetSnapshots() {
 					if _, err := c.Snapshot.DeleteSnapshot(ctx, &snapshotv1.DeleteSnapshotRequest{SnapshotId: snapshot.GetSnapshotId()}); err != nil {
-						return err
+						return inUse(ctx, c, snapshot, err)
 					}
 				}
 				return env.Message(chosen, func() string { return "deleted\n" + snapshotsText(env, chosen) })
@@ -46,6 +50,28 @@ func deleteCommand(env *cli.Env) *cobra.Command {
 	}
 	cmd.Flags().BoolVarP(&yes, "yes", "y", false, "do not ask for confirmation")
 	return cmd
+}
+
+// inUse adds to an error the runs that started from a snapshot, which is refused because of them.
+func inUse(ctx context.Context, c *client.Client, snapshot *snapshotv1.Snapshot, err error) error {
+	refused, ok := rpcerr.From(err)
+	if !ok || refused.Reason() != "SNAPSHOT_IN_USE" {
+		return err
+	}
+	var started []string
+	_, listed := paging.Some(0, record.LargestPage, func(size int, token string) (int, string, error) {
+		page, err := c.Scheduler.ListRuns(ctx, &runv1.ListRunsRequest{PageSize: uint32(size), PageToken: token})
+		for _, run := range page.GetRuns() {
+			if run.GetFromSnapshot() == snapshot.GetSnapshotId() {
+				started = append(started, run.GetRunId())
+			}
+		}
+		return len(page.GetRuns()), page.GetNextPageToken(), err
+	})
+	if listed != nil || len(started) == 0 {
+		return err
+	}
+	return refused.Fix("delete what started from it first: `rollout runs delete " + strings.Join(started, " ") + "`")
 }
 
 // confirm asks whether snapshots are to be deleted.

@@ -147,8 +147,8 @@ class Snapshot(_message.Message):
 
     @_builtins.property
     def origin(self) -> Global___Origin:
-        """The run, if the snapshot was imported from another control plane. Otherwise the scheduler has
-        the run.
+        """The run, if the snapshot was imported from another control plane, or if the run was deleted.
+        Otherwise the scheduler has the run.
         """
 
     @_builtins.property
@@ -191,10 +191,17 @@ class Origin(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     BASE_DIR_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
+    DELETED_FIELD_NUMBER: _builtins.int
     base_dir: _builtins.str
     """Folder that the paths of the plan are relative to."""
     project: _builtins.str
-    """Project that imported the snapshot, which the service sets; empty: the default project."""
+    """Project that imported the snapshot, or of the deleted run, which the service sets; empty: the
+    default project.
+    """
+    deleted: _builtins.bool
+    """Whether the run was deleted here. The snapshot stays for the runs that started from it, and is
+    deleted with the last of them. The service sets it.
+    """
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """Plan of the run."""
@@ -205,10 +212,11 @@ class Origin(_message.Message):
         plan: _plan_pb2.Plan | None = ...,
         base_dir: _builtins.str = ...,
         project: _builtins.str = ...,
+        deleted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "plan", b"plan", "project", b"project"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "deleted", b"deleted", "plan", b"plan", "project", b"project"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -124,8 +124,8 @@ type Snapshot struct {
 	// Distinguishes snapshots of the same run, kind, and step. Empty for the one that the run itself
 	// takes.
 	Name string `protobuf:"bytes,12,opt,name=name,proto3" json:"name,omitempty"`
-	// The run, if the snapshot was imported from another control plane. Otherwise the scheduler has
-	// the run.
+	// The run, if the snapshot was imported from another control plane, or if the run was deleted.
+	// Otherwise the scheduler has the run.
 	Origin *Origin `protobuf:"bytes,13,opt,name=origin,proto3" json:"origin,omitempty"`
 	// Of kind `buffer`: the first position whose group no committed step has consumed.
 	FirstUnconsumed uint64 `protobuf:"varint,14,opt,name=first_unconsumed,json=firstUnconsumed,proto3" json:"first_unconsumed,omitempty"`
@@ -277,8 +277,12 @@ type Origin struct {
 	Plan *v11.Plan `protobuf:"bytes,1,opt,name=plan,proto3" json:"plan,omitempty"`
 	// Folder that the paths of the plan are relative to.
 	BaseDir string `protobuf:"bytes,2,opt,name=base_dir,json=baseDir,proto3" json:"base_dir,omitempty"`
-	// Project that imported the snapshot, which the service sets; empty: the default project.
-	Project       string `protobuf:"bytes,3,opt,name=project,proto3" json:"project,omitempty"`
+	// Project that imported the snapshot, or of the deleted run, which the service sets; empty: the
+	// default project.
+	Project string `protobuf:"bytes,3,opt,name=project,proto3" json:"project,omitempty"`
+	// Whether the run was deleted here. The snapshot stays for the runs that started from it, and is
+	// deleted with the last of them. The service sets it.
+	Deleted       bool `protobuf:"varint,4,opt,name=deleted,proto3" json:"deleted,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -332,6 +336,13 @@ func (x *Origin) GetProject() string {
 		return x.Project
 	}
 	return ""
+}
+
+func (x *Origin) GetDeleted() bool {
+	if x != nil {
+		return x.Deleted
+	}
+	return false
 }
 
 // SnapshotFile is one file of a snapshot.
@@ -2491,11 +2502,12 @@ const file_rollout_snapshot_v1_snapshot_proto_rawDesc = "" +
 	"sampled_by\x18\x0f \x03(\tR\tsampledBy\x1a6\n" +
 	"\bRngEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"h\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x82\x01\n" +
 	"\x06Origin\x12)\n" +
 	"\x04plan\x18\x01 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12\x19\n" +
 	"\bbase_dir\x18\x02 \x01(\tR\abaseDir\x12\x18\n" +
-	"\aproject\x18\x03 \x01(\tR\aproject\"\x8f\x01\n" +
+	"\aproject\x18\x03 \x01(\tR\aproject\x12\x18\n" +
+	"\adeleted\x18\x04 \x01(\bR\adeleted\"\x8f\x01\n" +
 	"\fSnapshotFile\x12\x1b\n" +
 	"\x04path\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04path\x124\n" +
 	"\x06digest\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06digest\x12\x14\n" +
