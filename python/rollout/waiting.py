@@ -11,23 +11,24 @@ from typing import NamedTuple
 
 class Why(NamedTuple):
     """text: what happened last, such as ``the model at http://.. answers 503``. fix: what ends the
-    wait."""
+    wait. process: of this host that should answer; 0 if that is not known."""
 
     text: str
     fix: str
+    process: int = 0
 
 
 _WHY: weakref.WeakKeyDictionary[asyncio.Task[object], Why] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def waits_for(text: str, fix: str) -> Generator[None]:
+def waits_for(text: str, fix: str, process: int = 0) -> Generator[None]:
     """The current task waits for this inside the block."""
     task = asyncio.current_task()
     if task is None:
         yield
         return
-    _WHY[task] = Why(text, fix)
+    _WHY[task] = Why(text, fix, process)
     try:
         yield
     finally:

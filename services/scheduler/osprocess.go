@@ -3,6 +3,7 @@ package scheduler
 import (
 	"fmt"
 	"os"
+	"path"
 	"strconv"
 	"strings"
 
@@ -61,10 +62,20 @@ func (t osProcesses) waits(w *runv1.Worker) []*waitv1.Wait {
 	if !found {
 		return nil
 	}
-	name := fmt.Sprintf("the process of %s (%d)", w.GetWorkerId(), pid)
+	name, frozen := fmt.Sprintf("the process of %s (%d)", w.GetWorkerId(), pid), frozenBy(pid)
 	switch {
 	case own.stopped():
 		return []*waitv1.Wait{stopped(w, pid, name)}
+	case frozen != "":
+		value := "0"
+		if strings.HasSuffix(frozen, "freezer.state") {
+			value = "THAWED"
+		}
+		return []*waitv1.Wait{{
+			Owner: wait.User, Reason: wait.WorkerStopped, Subjects: []string{w.GetWorkerId()},
+			Evidence: name + " is frozen by its control group " + strings.TrimPrefix(path.Dir(frozen), cgroups),
+			Fix:      fmt.Sprintf("thaw it: `docker unpause` if it is a container, otherwise `echo %s > %s`", value, frozen),
+		}}
 	case own.state == "D":
 		return []*waitv1.Wait{{
 			Owner: wait.User, Reason: wait.WorkerInIO, Subjects: []string{w.GetWorkerId()}, Evidence: name + " waits in the kernel, for a disk or a network file system",
@@ -75,6 +86,34 @@ func (t osProcesses) waits(w *runv1.Worker) []*waitv1.Wait {
 		return []*waitv1.Wait{stopped(w, child, fmt.Sprintf("process %d of %s (%s)", child, w.GetWorkerId(), command(child)))}
 	}
 	return nil
+}
+
+const cgroups = "/sys/fs/cgroup"
+
+// frozenBy is the file of the control group that freezes a process, or one above; "" if none does.
+func frozenBy(pid int) string {
+	text, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/cgroup")
+	for line := range strings.Lines(string(text)) {
+		parts := strings.SplitN(strings.TrimSpace(line), ":", 3)
+		if len(parts) < 3 {
+			continue
+		}
+		root, file := cgroups, "cgroup.freeze" // version 2
+		switch parts[1] {
+		case "":
+		case "freezer": // version 1
+			root, file = cgroups+"/freezer", "freezer.self_freezing"
+		default:
+			continue
+		}
+		for group := path.Clean("/" + parts[2]); group != "/"; group = path.Dir(group) {
+			state, _ := os.ReadFile(root + group + "/" + file)
+			if strings.TrimSpace(string(state)) == "1" {
+				return root + group + "/" + strings.Replace(file, "self_freezing", "state", 1)
+			}
+		}
+	}
+	return ""
 }
 
 func (p osProcess) stopped() bool { return p.state == "T" || p.state == "t" }

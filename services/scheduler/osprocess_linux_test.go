@@ -2,6 +2,7 @@ package scheduler
 
 import (
 	"fmt"
+	"os"
 	"os/exec"
 	"strings"
 	"syscall"
@@ -51,5 +52,52 @@ func TestAStoppedChildOfAWorkerIsNamed(t *testing.T) {
 			t.Errorf("got %v", w)
 		}
 		return
+	}
+}
+
+// A paused container looks to the kernel as if it waited for a disk.
+func TestAFrozenWorkerIsNamed(t *testing.T) {
+	t.Parallel()
+	group, procs, freeze, on, off := cgroups+"/rollout-test-frozen", "cgroup.procs", "cgroup.freeze", "1", "0"
+	if _, err := os.Stat(cgroups + "/freezer"); err == nil {
+		group, freeze, on, off = cgroups+"/freezer/rollout-test-frozen", "freezer.state", "FROZEN", "THAWED"
+	}
+	if err := os.Mkdir(group, 0o755); err != nil {
+		t.Skip("control groups can't be made here: ", err)
+	}
+	process := exec.Command("sleep", "600")
+	if err := process.Start(); err != nil {
+		t.Fatal(err)
+	}
+	write := func(file, text string) {
+		if err := os.WriteFile(group+"/"+file, []byte(text), 0o600); err != nil {
+			t.Error(err)
+		}
+	}
+	t.Cleanup(func() {
+		write(freeze, off)
+		_ = process.Process.Kill()
+		_ = process.Wait()
+		for range 200 {
+			if os.Remove(group) == nil {
+				return
+			}
+			<-time.After(10 * time.Millisecond)
+		}
+		t.Error("the control group remains")
+	})
+	worker := &runv1.Worker{WorkerId: "learner-0", Pid: uint32(process.Process.Pid)}
+	if waits := readProcesses().waits(worker); len(waits) > 0 {
+		t.Fatalf("nothing is frozen: %v", waits)
+	}
+	write(procs, fmt.Sprint(process.Process.Pid))
+	write(freeze, on)
+	waits := readProcesses().waits(worker)
+	want := fmt.Sprintf("the process of learner-0 (%d) is frozen by its control group ", process.Process.Pid)
+	if len(waits) != 1 || waits[0].GetReason() != "WORKER_STOPPED" || !strings.HasPrefix(waits[0].GetEvidence(), want) {
+		t.Fatalf("got %v", waits)
+	}
+	if fix := fmt.Sprintf("`echo %s > %s/%s`", off, group, freeze); !strings.HasSuffix(waits[0].GetFix(), fix) {
+		t.Errorf("got %s, want %s", waits[0].GetFix(), fix)
 	}
 }

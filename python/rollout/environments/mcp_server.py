@@ -23,6 +23,7 @@ from typing import Any, ClassVar, cast
 from rollout.environments import ArgumentInvalid, PackageMissing
 from rollout.errors import RolloutError
 from rollout.tools import ToolError, ToolTimeout, shortened
+from rollout.waiting import waits_for
 
 MOST_BYTES = 16 << 20
 """Largest message of a server."""
@@ -213,7 +214,8 @@ class Server:
             raise self._failed(f"before `{tool}`")
         try:
             async with asyncio.timeout(seconds):
-                result = await self._client.call_tool(tool, dict(arguments))
+                with self._waits(tool):
+                    result = await self._client.call_tool(tool, dict(arguments))
         except TimeoutError:  # the client has cancelled the call
             await self._check()
             raise ToolTimeout(tool, seconds, f" of the MCP server `{self.settings.name}`") from None
@@ -226,6 +228,15 @@ class Server:
                 raise self._failed(f"calling `{tool}`", error) from error
             raise self._refused(tool, f"an invalid result: {shortened(str(error), 300)}") from error
         return self._text(tool, result), bool(result.is_error)
+
+    def _waits(self, tool: str) -> contextlib.AbstractContextManager[None]:
+        """What people see as long as a call has no answer."""
+        pid = self._transport.pid if self._transport else 0
+        where = f"process {pid}" if pid else self.settings.url
+        fix = (
+            f"see why {where} does not answer; what it prints is in the worker's log" if pid else f"see in the log of {where} why"
+        )
+        return waits_for(f"waits for the tool `{tool}` of the MCP server `{self.settings.name}` ({where})", fix, process=pid)
 
     async def close(self) -> None:
         """End the server's process, or the connection. Idempotent."""
@@ -342,6 +353,11 @@ class _Process:
         parts = (self._read(to_client), self._write(from_client), self._log())
         self._tasks = [asyncio.create_task(part, name=f"mcp {self._settings.name}") for part in parts]
         return from_server, to_server
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 before it has started."""
+        return self._process.pid if self._process is not None else 0
 
     async def __aexit__(self, *error: object) -> None:
         """End the process and those that it started: first by the end of its input."""

@@ -37,6 +37,7 @@ _FILE = "rollout-stacks"
 _ANSWER_SECONDS = 0.4
 _SIGNAL_SECONDS = 0.2
 _BUSY_SECONDS = 0.1
+_POOL_SECONDS = 1.0  # in which a pool starts its processes
 _LONGEST = 500  # characters of a text of a process
 _MOST_LOOKS = 8
 _MOST = 3  # addresses in a sentence
@@ -48,8 +49,9 @@ _OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
 
 class At(NamedTuple):
     """A line of the user's code. inner: names of the library files that it has called, for example
-    ``socket.py``. does, fix: what the library says that it waits for (``rollout.waiting``). thread:
-    that executes it, as the kernel numbers it; 0: the main thread."""
+    ``socket.py``. does, fix: what the library says that it waits for (``rollout.waiting``); file is
+    empty if only this is known. thread: that executes it, as the kernel numbers it; 0: the main
+    thread. process: that should answer; 0 if that is not known."""
 
     file: str
     line: int
@@ -58,6 +60,7 @@ class At(NamedTuple):
     does: str = ""
     fix: str = ""
     thread: int = 0
+    process: int = 0
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
@@ -100,15 +103,15 @@ def here(loop: asyncio.AbstractEventLoop) -> bytes:
     the calls. May be called by any thread."""
     own, main = threading.get_ident(), threading.main_thread().ident
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    blocked = [_user_line(_called(frames[main]))] if main in frames else []
+    blocked = [_of_thread(frames[main])] if main in frames else []
     found: list[At | None] = [at for at in blocked if at is not None]
     if not found:
         with contextlib.suppress(RuntimeError):  # the tasks change meanwhile
             found.extend(_of_task(task) for task in list(asyncio.all_tasks(loop)))
     seen = [at for at in found if at is not None]
-    if not seen or any(name in _THREADS for name in seen[0].inner):  # it waits for another thread
+    if not seen or (not seen[0].does and any(name in _THREADS for name in seen[0].inner)):  # it waits for another thread
         native = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
-        others = [(native.get(ident, 0), _user_line(_called(f))) for ident, f in frames.items() if ident not in (own, main)]
+        others = [(native.get(ident, 0), _of_thread(f)) for ident, f in frames.items() if ident not in (own, main)]
         working = [at._replace(thread=thread) for thread, at in others if at is not None]
         seen = working or seen
     counted = Counter(at._replace(thread=0) for at in seen)
@@ -147,9 +150,50 @@ def _awaited(task: asyncio.Task[Any]) -> list[_Line]:
     return lines[::-1]
 
 
+def _of_thread(frame: FrameType) -> At | None:
+    at = _user_line(_called(frame))
+    if at is None or "pool.py" not in at.inner or (pool := _pool(frame)) is None:
+        return at
+    does = f"waits for the results of a multiprocessing pool of {len(pool._pool)} processes"
+    if not _replaced(pool):
+        return at._replace(does=does)
+    return at._replace(
+        does=f"{does}, one of which has ended and was replaced: the results of its tasks never arrive",
+        fix="see why it ended (`dmesg` names processes that were killed for memory); "
+        "concurrent.futures.ProcessPoolExecutor raises BrokenProcessPool instead",
+    )
+
+
+def _pool(frame: FrameType | None) -> Any:
+    """The ``multiprocessing.Pool`` whose results a thread waits for; None without one."""
+    while frame is not None and not frame.f_code.co_filename.endswith("multiprocessing/pool.py"):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.endswith("multiprocessing/pool.py"):
+        found = getattr(frame.f_locals.get("self"), "_pool", None)  # of a result, not of the pool
+        if hasattr(found, "_processes"):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _replaced(pool: Any) -> bool:
+    """Whether a process of a pool has ended that should not: another one was started much later
+    than the first."""
+    if pool._maxtasksperchild is not None:
+        return False
+    began: list[float] = []
+    for process in list(pool._pool):
+        with contextlib.suppress(OSError, IndexError):
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()
+            began.append(int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    return len(began) < len(pool._pool) or max(began) - min(began) > _POOL_SECONDS
+
+
 def _of_task(task: asyncio.Task[Any]) -> At | None:
     at, reason = _user_line(_awaited(task)), why(task)
-    return at._replace(does=reason.text, fix=reason.fix) if at is not None and reason is not None else at
+    if reason is None:
+        return at
+    return (at or At("", 0, ""))._replace(does=reason.text, fix=reason.fix, process=reason.process)
 
 
 def _user_line(lines: Iterable[_Line]) -> At | None:
@@ -210,7 +254,10 @@ async def look(pid: int, method: str, asked: Callable[[], Awaitable[bytes]]) -> 
     except (TimeoutError, OSError, EOFError):
         at = await _signaled(pid) if pid else None
     if at is not None and at.does:
-        return Look(pid, method, at, at.does, at.fix)
+        if pid and at.process:  # what that one waits for in turn
+            does, fix = await asyncio.to_thread(_kernel, at.process, None)
+            at = at._replace(does=f"{at.does}, which {does}" if does else at.does, fix=fix or at.fix)
+        return Look(pid, method, at if at.file else None, at.does, at.fix)
     if not pid:
         return Look(pid, method, at, "", "")
     does, fix = await asyncio.to_thread(_kernel, pid, at)
@@ -220,9 +267,9 @@ async def look(pid: int, method: str, asked: Callable[[], Awaitable[bytes]]) -> 
 def _parsed(answer: bytes) -> At | None:
     """The first line of an answer; None if there is none, or if code in a sandbox forged it."""
     with contextlib.suppress(ValueError, TypeError, IndexError):
-        file, line, function, inner, does, fix, thread = json.loads(answer)[0]
+        file, line, function, inner, does, fix, thread, process = json.loads(answer)[0]
         texts = [" ".join(str(text).split())[:_LONGEST] for text in (file, function, does, fix)]
-        return At(texts[0], int(line), texts[1], tuple(map(str, inner)), texts[2], texts[3], int(thread))
+        return At(texts[0], int(line), texts[1], tuple(map(str, inner)), texts[2], texts[3], int(thread), int(process))
     return None
 
 
@@ -261,12 +308,14 @@ def _field(pid: int, name: str) -> str:
 # Numbers of system calls that block.
 _CALLS: dict[str, dict[str, tuple[int, ...]]] = {
     "x86_64": {
-        "read": (0,), "poll": (7, 232, 271, 281), "select": (23, 270), "connect": (42,), "recv": (45, 47), "wait": (61, 247),
-        "fcntl": (72,), "flock": (73,), "futex": (202,), "sleep": (230,),
+        "read": (0, 17, 19, 295), "write": (1, 18, 20, 77, 296), "sync": (74, 75, 277), "close": (3,), "open": (2,),
+        "openat": (257,), "poll": (7, 232, 271, 281), "select": (23, 270), "connect": (42,), "recv": (45, 47), "wait": (61, 247),
+        "fcntl": (72,), "flock": (73,), "futex": (202,), "sleep": (35, 230),
     },
     "aarch64": {
-        "read": (63,), "poll": (22, 73), "select": (72,), "connect": (203,), "recv": (207, 212), "wait": (95, 260),
-        "fcntl": (25,), "flock": (32,), "futex": (98,), "sleep": (115,),
+        "read": (63, 65, 67, 69), "write": (46, 64, 66, 68, 70), "sync": (82, 83, 84), "close": (57,), "openat": (56,),
+        "poll": (22, 73), "select": (72,), "connect": (203,), "recv": (207, 212), "wait": (95, 260),
+        "fcntl": (25,), "flock": (32,), "futex": (98,), "sleep": (101, 115),
     },
 }  # fmt: skip
 
@@ -274,7 +323,9 @@ _CALLS: dict[str, dict[str, tuple[int, ...]]] = {
 def _kernel(pid: int, at: At | None) -> tuple[str, str]:
     """What the kernel says that the thread of a line waits for, and what ends it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        call, first = _system_call(pid, at.thread if at is not None and at.thread else pid)
+        thread = at.thread if at is not None and at.thread else pid
+        call, arguments = _system_call(pid, thread)
+        first = arguments[0] if arguments else 0
         inner = at.inner if at is not None else ()
         if call == "running":
             return _computes(pid)
@@ -284,8 +335,10 @@ def _kernel(pid: int, at: At | None) -> tuple[str, str]:
             return _child(pid)
         if call == "futex":
             return "waits for a lock or a thread", ""
-        if call == "sleep":
-            return "sleeps", ""
+        if call == "sleep":  # a library may sleep between two tries to get a lock, as SQLite does
+            return _locked_elsewhere(pid) or ("sleeps", "")
+        if _thread_state(pid, thread) == "D" and (blocked := _file_system(pid, call, arguments)):
+            return blocked
         sockets = _sockets(pid)
         if call in ("read", "recv", "connect"):
             link = _link(pid, first)
@@ -315,15 +368,56 @@ _NETWORK = {
 }
 
 
-def _system_call(pid: int, thread: int) -> tuple[str, int]:
-    """The system call in which a thread is, and its first argument; ``running`` if it is in none,
-    and empty if that is not known."""
+def _system_call(pid: int, thread: int) -> tuple[str, list[int]]:
+    """The system call in which a thread is, and its arguments; ``running`` if it is in none, and
+    empty if that is not known."""
     fields = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
     if fields[0] == "running":
-        return "running", 0
+        return "running", []
     calls = _CALLS.get(platform.machine(), {})
     name = next((name for name, numbers in calls.items() if int(fields[0]) in numbers), "")
-    return name, int(fields[1], 16) if len(fields) > 1 else 0
+    return name, [int(field, 16) for field in fields[1:7]]
+
+
+def _thread_state(pid: int, thread: int) -> str:
+    """The letter of proc(5): D if it is in the kernel and no signal ends that."""
+    return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(") ")[2][0]
+
+
+def _file_system(pid: int, call: str, arguments: list[int]) -> tuple[str, str] | None:
+    """The file that a call waits for which no signal ends, and its mount; None if not known."""
+    if call in ("open", "openat"):
+        path = _text_at(pid, arguments[call == "openat"])
+    elif call in ("read", "write", "sync", "close"):
+        path = _link(pid, arguments[0])
+    else:
+        return None
+    if not path.startswith("/"):
+        return None
+    mount, kind = _mount(pid, path)
+    return (
+        f"is blocked in the kernel: the {call.removesuffix('at')} of {path} waits for the file system at {mount} ({kind})",
+        f"see why {mount} does not answer: it is frozen (`fsfreeze -u {mount}`), its server is gone, or its disk fails (`dmesg`)",
+    )
+
+
+def _text_at(pid: int, address: int) -> str:
+    """The text at an address of a process."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        memory.seek(address)
+        return memory.read(min(_LONGEST, 4096 - address % 4096)).partition(b"\0")[0].decode(errors="replace")
+    return ""
+
+
+def _mount(pid: int, path: str) -> tuple[str, str]:
+    """The mount point of a file, and its file system."""
+    best = ("/", "?")
+    for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
+        fields = line.split()
+        point = fields[4].replace("\\040", " ")
+        if len(point) >= len(best[0]) and (path == point or path.startswith(point.rstrip("/") + "/")):
+            best = (point, fields[fields.index("-") + 1])
+    return best
 
 
 def _computes(pid: int) -> tuple[str, str]:
@@ -361,20 +455,81 @@ def _link(pid: int, number: int) -> str:
 
 
 def _file_lock(pid: int, number: int) -> tuple[str, str]:
-    """The file of a lock, and the process that holds it."""
+    """The file of a lock, and the processes that hold it."""
     path = _link(pid, number)
     with contextlib.suppress(OSError):
-        inode = f":{os.stat(f'/proc/{pid}/fd/{number}').st_ino}"
+        for lock in _locks():
+            if lock.inode == os.stat(f"/proc/{pid}/fd/{number}").st_ino and (named := _holders(lock, path)):
+                holders, fix = named
+                return f"waits for the lock of {path}, which {holders}", fix
+    return f"waits for the lock of {path}", "see which process holds the lock: `cat /proc/locks`"
+
+
+def _locked_elsewhere(pid: int) -> tuple[str, str] | None:
+    """A file that this process has open, and whose lock for writing another process holds."""
+    opened: dict[int, str] = {}
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if (path := os.readlink(file)).startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")):
+                opened[file.stat().st_ino] = path
+    for lock in _locks():
+        if lock.writes and lock.pid != pid and lock.inode in opened and (named := _holders(lock, opened[lock.inode])):
+            holders, fix = named
+            return f"sleeps, and has {opened[lock.inode]} open, whose lock {holders}", fix
+    return None
+
+
+class _Lock(NamedTuple):
+    """A lock of a file that a process holds. described: it belongs to an open file description,
+    which processes inherit, and not to one process."""
+
+    inode: int
+    pid: int
+    writes: bool
+    described: bool
+
+
+def _locks() -> Iterator[_Lock]:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
-            if "->" not in fields and len(fields) > 5 and fields[5].endswith(inode):
-                holder = int(fields[4])
-                if holder > 0:
-                    return (
-                        f"waits for the lock of {path}, which process {holder} (`{_command(holder)}`) holds",
-                        f"see why process {holder} holds the lock; the lock ends with it",
-                    )
-    return f"waits for the lock of {path}", "see which process holds the lock: `cat /proc/locks`"
+            if "->" not in fields and len(fields) > 5:
+                yield _Lock(int(fields[5].rpartition(":")[2]), int(fields[4]), fields[3] == "WRITE", fields[1] != "POSIX")
+
+
+def _holders(lock: _Lock, path: str) -> tuple[str, str] | None:
+    """Who holds a lock, and what ends that; None if its process is in another namespace."""
+    pids = ([lock.pid] if lock.pid > 0 and Path(f"/proc/{lock.pid}").exists() else []) if not lock.described else _sharing(lock)
+    if not pids:
+        return None
+    named = [f"process {pid} (`{_command(pid)}`)" for pid in pids[:_MOST]]
+    if len(pids) == 1:
+        return f"{named[0]} holds", f"see why process {pids[0]} holds the lock of {path}; the lock ends with it"
+    numbers = " ".join(map(str, pids))
+    return (
+        f"{' and '.join(named)} hold",
+        f"see why processes {numbers} hold the lock of {path}; the lock ends when all of them have ended",
+    )
+
+
+def _sharing(lock: _Lock) -> list[int]:
+    """The processes that have the open file description of a lock: who locked it may have ended."""
+    found: list[int] = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and _shares(process, lock.inode):
+            found.append(int(process.name))
+    return sorted(found)
+
+
+def _shares(process: Path, inode: int) -> bool:
+    with contextlib.suppress(OSError):
+        for file in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if file.stat().st_ino == inode:
+                    info = (process / "fdinfo" / file.name).read_text()
+                    if any(line.startswith("lock:") and "POSIX" not in line for line in info.splitlines()):
+                        return True
+    return False
 
 
 def _sockets(pid: int) -> dict[str, str]:

@@ -260,12 +260,13 @@ def _add_look(wait: Wait, looks: Sequence[Look]) -> None:
         return
     wait.process = found.pid
     who = f"its process {found.pid}" if found.pid else "its process in the sandbox"
-    if found.at is None and not found.pid:
+    if found.at is None and not found.pid and not found.does:
         return
-    parts = [f"{who} is at {found.at}" if found.at else f"in process {found.pid}", found.does]
     if found.at is not None:
         wait.location = f"{found.at.file}:{found.at.line}"
-    wait.evidence += "; " + " and ".join(part for part in parts if part)
+        wait.evidence += f"; {who} is at {found.at}" + (f" and {found.does}" if found.does else "")
+    else:
+        wait.evidence += f"; {who} {found.does}" if found.does else f"; in process {found.pid}"
     limit = wait.fix.rpartition("; after the limit ")[2] if "; after the limit " in wait.fix else ""
     line = f"correct {found.at}" if found.at is not None else "see why it is slow"
     fixes = [found.fix or line]

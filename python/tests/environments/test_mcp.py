@@ -16,6 +16,7 @@ from rollout.environment import Observation, Refusal, Result, Task, ToolCall, Tu
 from rollout.environments import ArgumentInvalid, source
 from rollout.environments.mcp_tools import McpTools, settings_of
 from rollout.plan.v1.plan_pb2 import Tool
+from rollout.waiting import Why, why
 from rollout_testing.mcptest import McpSuite, begin, call, failure, opened
 from rollout_workers.environments.hosted import Hosted
 from rollout_workers.environments.mcp import McpTools as McpEnvironment
@@ -80,6 +81,22 @@ async def test_a_timeout_cancels_the_call_at_the_server(tmp_path: Path, monkeypa
         assert failure(await call(environment, "sleep", seconds=600)).startswith("TOOL_TIMEOUT")
         assert await call(environment, "count", 1) == "2"  # the server answers others, and was not replaced
     assert json.loads((tmp_path / "log").read_text())["method"] == "notifications/cancelled"
+
+
+async def test_a_call_without_an_answer_is_described() -> None:
+    async with opened(60, slow={"command": DOUBLE}) as environment:
+        await begin(environment)
+        calling = asyncio.create_task(call(environment, "sleep", seconds=600))
+        found: list[Why] = []
+        while not found:
+            await asyncio.sleep(0.01)
+            found = [reason for task in asyncio.all_tasks() if (reason := why(task)) is not None]
+        pid = found[0].process
+        assert found[0].text == f"waits for the tool `sleep` of the MCP server `slow` (process {pid})" and pid
+        assert f"process {pid}" in found[0].fix
+        calling.cancel()
+        await asyncio.gather(calling, return_exceptions=True)
+        assert not [task for task in asyncio.all_tasks() if why(task)]
 
 
 @pytest.mark.parametrize(

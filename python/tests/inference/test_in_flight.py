@@ -123,6 +123,10 @@ def test_the_process_and_the_line_of_the_longest_call_are_named() -> None:
     assert (stepped.process, stepped.location) == (4712, "")
     assert "in process 4712" in stepped.evidence and "see why it is slow" in stepped.fix
     assert found["GENERATE"].process == 0, "no user code"
+    waiting = replace(step, does="waits for the tool `lookup` of the MCP server `capitals`", fix="see process 4713")
+    stepped = next(w for w in flight.waits([waiting]) if w.reason == "ENVIRONMENT_STEP")
+    assert stepped.evidence.endswith("; its process 4712 waits for the tool `lookup` of the MCP server `capitals`")
+    assert stepped.fix.startswith("see process 4713; `kill -9 4712`")
     boxed = replace(reward, pid=0, does="", fix="")
     with calls.open(Call("REWARD_CALL", "judge.py:judge", (b'{"row": 2}',), 60.0)):
         called = next(w for w in flight.waits([boxed]) if w.reason == "REWARD_CALL")

@@ -9,6 +9,7 @@ import http.server
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -25,7 +26,8 @@ from rollout.plugin.v1 import plugin_pb2 as pb
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 _REWARDS = """
-import asyncio, fcntl, re, socket, subprocess, threading, time
+import asyncio, fcntl, os, re, socket, sqlite3, subprocess, threading, time
+from multiprocessing import Pool
 from concurrent.futures import ThreadPoolExecutor
 
 LOCK = threading.Lock()
@@ -44,6 +46,11 @@ def naps(samples):
     time.sleep(1000)  # here: naps
 
 
+def writes(samples):
+    with open(samples[0].prompt, "a") as log:  # here: writes
+        log.write("scored")
+
+
 def runs(samples):
     subprocess.run(["sleep", "1000"])  # here: runs
 
@@ -57,6 +64,22 @@ def asks(samples):
 def locks(samples):
     with open(samples[0].prompt, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # here: locks
+
+
+def scored(text):
+    if text.endswith("kill"):
+        os.kill(os.getpid(), 9)
+    time.sleep(1000 if text.endswith("slow") else 0)
+
+
+def maps(samples):
+    with Pool(2) as pool:
+        time.sleep(1.5)
+        pool.map(scored, [samples[0].prompt, "fast"], 1)  # here: maps
+
+
+def caches(samples):
+    sqlite3.connect(samples[0].prompt, timeout=1000).execute("INSERT INTO scores VALUES (1)")  # here: caches
 
 
 async def awaits(samples):
@@ -179,6 +202,66 @@ async def test_the_holder_of_a_file_lock_is_seen(tmp_path: Path) -> None:
         async with _called(tmp_path, "locks", str(path)) as process:
             look = await _seen(process, re.escape(f"waits for the lock of {path}, which process {os.getpid()} ("))
             assert f"process {os.getpid()}" in look.fix
+
+
+async def test_all_holders_of_an_inherited_lock_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "cache.lock"
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with subprocess.Popen(["sleep", "1000"], pass_fds=[held.fileno()]) as heir:
+            try:
+                async with _called(tmp_path, "locks", str(path)) as process:
+                    look = await _seen(process, f"process {os.getpid()} .* and process {heir.pid} .* hold$")
+                    assert "when all of them have ended" in look.fix
+                    held.close()  # its inheritor has the lock
+                    look = await _seen(process, rf"which process {heir.pid} \(`sleep 1000`\) holds$")
+            finally:
+                heir.kill()
+
+
+async def test_the_holder_of_a_database_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "cache.db"
+    script = f"import sqlite3, time; db = sqlite3.connect({str(path)!r}); db.execute('CREATE TABLE scores(x)'); db.commit(); \
+db.execute('BEGIN EXCLUSIVE'); print('ready', flush=True); time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"ready\n"
+            async with _called(tmp_path, "caches", str(path)) as process:
+                look = await _seen(process, f"sleeps, and has {path} open, whose lock process {holder.pid} .* holds")
+                assert f"why process {holder.pid} holds the lock of {path}" in look.fix
+        finally:
+            holder.kill()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "does"), [("kill", "one of which has ended and was replaced"), ("slow", "pool of 2 processes$")]
+)
+async def test_a_pool_that_waits_for_a_lost_task_is_seen(prompt: str, does: str, tmp_path: Path) -> None:
+    async with _called(tmp_path, "maps", prompt) as process:
+        look = await _seen(process, does)
+        assert look.at is not None
+        assert _REWARDS.splitlines()[look.at.line - 1].endswith("here: maps"), look
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts and freezes a file system")
+async def test_the_file_system_that_does_not_answer_is_seen(tmp_path: Path) -> None:
+    image, mount = tmp_path / "disk.img", tmp_path / "disk"
+    mount.mkdir()
+    for command in (f"truncate -s 16M {image}", f"mkfs.ext4 -q {image}", f"mount -o loop {image} {mount}"):
+        if subprocess.run(command.split(), capture_output=True).returncode:
+            pytest.skip(f"can't run {command}")
+    try:
+        subprocess.run(["fsfreeze", "-f", str(mount)], check=True)
+        try:
+            async with _called(tmp_path, "writes", str(mount / "log")) as process:
+                look = await _seen(process, f"the open of {mount}/log waits for the file system at {mount} .ext4.$")
+                assert f"fsfreeze -u {mount}" in look.fix
+                subprocess.run(["fsfreeze", "-u", str(mount)], check=True)
+        finally:
+            subprocess.run(["fsfreeze", "-u", str(mount)], capture_output=True)
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 async def test_a_process_without_a_call_is_not_looked_at(tmp_path: Path) -> None:
