@@ -41,6 +41,8 @@ _POOL_SECONDS = 1.0  # in which a pool starts its processes
 _LONGEST = 500  # characters of a text of a process
 _MOST_LOOKS = 8
 _MOST = 3  # addresses in a sentence
+BLOCKED = "is blocked in the kernel"
+"""How the text begins of a wait that no signal ends."""
 _LIBRARIES = tuple(
     {*(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
 )
@@ -396,7 +398,7 @@ def _file_system(pid: int, call: str, arguments: list[int]) -> tuple[str, str] |
         return None
     mount, kind = _mount(pid, path)
     return (
-        f"is blocked in the kernel: the {call.removesuffix('at')} of {path} waits for the file system at {mount} ({kind})",
+        f"{BLOCKED}: the {call.removesuffix('at')} of {path} waits for the file system at {mount} ({kind})",
         f"see why {mount} does not answer: it is frozen (`fsfreeze -u {mount}`), its server is gone, or its disk fails (`dmesg`)",
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout.hosting.look import Look, looks
+from rollout.hosting.look import BLOCKED, Look, looks
 from rollout.wait.v1.wait_pb2 import Wait
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.puller import Puller
@@ -270,7 +270,7 @@ def _add_look(wait: Wait, looks: Sequence[Look]) -> None:
     limit = wait.fix.rpartition("; after the limit ")[2] if "; after the limit " in wait.fix else ""
     line = f"correct {found.at}" if found.at is not None else "see why it is slow"
     fixes = [found.fix or line]
-    if found.pid:
+    if found.pid and not found.does.startswith(BLOCKED):  # no signal ends that
         fixes.append(f"`kill -9 {found.pid}` ends the call now, and its groups are tried again")
     wait.fix = "; ".join([*fixes, *([f"after the limit {limit}"] if limit else [])])
 
