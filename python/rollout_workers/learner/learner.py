@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +20,8 @@ from rollout_workers.learner.published import PublishedWeights
 from rollout_workers.learner.steps import Progress, ReadSamples, Steps
 from rollout_workers.learner.trainer_thread import TrainerThread
 from rollout_workers.trainer import Trainer
+from rollout_workers.trainer.state import Saving
+from rollout_workers.weights import read_manifest
 from rollout_workers.worker.status import EdgeError
 
 
@@ -111,16 +114,22 @@ class Learner:
             return await self._thread.run(evaluate)
 
     async def save(self, step: int, directory: str) -> tuple[list[SnapshotFile], str]:
-        """Write the state of ``step`` to a folder. Returns its files with digests, and the digest
-        of the weights. Raises ``StepMismatch``, ``BaseModelChanged``, ``OSError``."""
+        """Write the state of ``step`` to a folder; only a copy in memory delays the next step.
+        Returns its files with digests, and the digest of the weights. Raises ``StepMismatch``,
+        ``BaseModelChanged``, ``OSError``."""
         root = Path(directory)
 
-        def write(trainer: Trainer) -> tuple[list[SnapshotFile], str]:
+        def begin(trainer: Trainer) -> tuple[Saving, str]:
             _require_step(trainer, step, "save")
-            return [_described(root, path) for path in trainer.save_state(root)], trainer.weights_digest().root
+            return trainer.begin_save(root), trainer.weights_digest().root if trainer.adapts else ""
+
+        def end() -> tuple[list[SnapshotFile], str]:
+            files = [_described(root, path) for path in saving.result()]
+            return files, merged or read_manifest(root / "weights").digest
 
         with self._thread.doing("SAVE_STATE", f"saving the state of step {step}"):
-            files, digest = await self._thread.run(write)  # including the digest, before the next step changes the weights
+            saving, merged = await self._thread.run(begin)  # the next step may begin
+            files, digest = await asyncio.to_thread(end)
             return files + (await self._base.stage(root) if self._base is not None else []), digest
 
     async def drain(self) -> None:

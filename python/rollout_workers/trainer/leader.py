@@ -8,14 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from rollout_workers.trainer.distributed.fsdp import Group
 from rollout_workers.trainer.refusal import Refusals
-from rollout_workers.trainer.state import write_state
+from rollout_workers.trainer.state import Saving
 from rollout_workers.trainer.trainer import Trainer, TrainerConfig
 from rollout_workers.trainer.types import LearnerError, RankLost, StepResult, TrainSample
 
@@ -29,6 +28,7 @@ class Call:
     method: str
     """The name of the method."""
     arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
     step: int
     """The step of the trainers before the call. A trainer at another step has missed a call."""
 
@@ -85,13 +85,11 @@ class LeadingTrainer(Trainer):
         with self._together("adapted"):
             return super().adapted()
 
-    def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
-        """See ``Trainer``; only this rank writes."""
-        with self._together("capture"):
-            state = self.capture()
-        files = write_state(Path(directory), state)
-        self.restore_point()
-        return files
+    def save(self, directory: str | os.PathLike[str], *, staged: bool) -> Saving:
+        """See ``Trainer``. An error of the disk, which ``result`` raises, leaves the ranks as they
+        are."""
+        with self._together("save", os.fspath(directory), staged=staged):
+            return super().save(directory, staged=staged)
 
     def restore_point(self) -> None:
         """See ``Trainer``."""
@@ -104,11 +102,11 @@ class LeadingTrainer(Trainer):
             super().load_state(directory)
 
     @contextmanager
-    def _together(self, method: str, *arguments: Any) -> Iterator[None]:
+    def _together(self, method: str, *arguments: Any, **options: Any) -> Iterator[None]:
         if self._failure:
             raise RankLost(self._failure)
         try:
-            self._group.send(Call(method, arguments, self.step))
+            self._group.send(Call(method, arguments, options, self.step))
             yield
         except LearnerError:
             raise  # on all ranks
@@ -135,7 +133,7 @@ def follow(group: Group) -> None:
         if call.step != trainer.step:
             raise RankLost(f"rank 0 is at step {call.step}, rank {group.rank} at step {trainer.step}")
         try:
-            result = getattr(trainer, call.method)(*call.arguments)
+            result = getattr(trainer, call.method)(*call.arguments, **call.options)
             if isinstance(result, Iterator):
                 deque(result, maxlen=0)
         except LearnerError as error:

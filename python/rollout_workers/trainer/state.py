@@ -19,25 +19,28 @@ import json
 import os
 import random
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rollout_workers.algorithms import Algorithm
+from rollout_workers.trainer.distributed.checkpoint import save_files, saved
 from rollout_workers.trainer.distributed.ranks import Ranks
-from rollout_workers.trainer.distributed.shards import assign, whole
+from rollout_workers.trainer.distributed.shards import assign
 from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.objective import Models
 from rollout_workers.trainer.optim.moments import KINDS
 from rollout_workers.trainer.optim.optimizer import FlatAdamW
 from rollout_workers.trainer.types import StateUnreadable
-from rollout_workers.weights import named_weights, read_weights, weights_digest, write_weights
+from rollout_workers.weights import complete_folder, named_weights, read_weights, weights_digest
+from rollout_workers.weights.store import ADAPTER_FILE
+from rollout_workers.weights.tensor_file import read_tensors
 
 FORMAT = "rollout.train_state.v1"
 _BASE_FIX = (
@@ -63,78 +66,84 @@ class Stateful(Protocol):
     critic_optimizer: FlatAdamW | None
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """The content of a state. Tensors are gathered: a state does not depend on the number of
-    ranks."""
+class Saving:
+    """A state that is being written."""
 
-    policy: Policy
-    model_dir: Path
-    config_folder: Path
-    weights: Mapping[str, Tensor]
-    """Empty if the run trains adapters."""
-    averages: Mapping[str, Tensor]
-    adapters: Mapping[str, Tensor]
-    base: Mapping[str, str]
-    """The digests of the tensors that the adapters belong to, by name."""
-    tensors: Mapping[str, Tensor]
-    critic: Mapping[str, Tensor]
-    numbers: Mapping[str, Any]
+    def __init__(self, directory: Path, writing: Future[Any]) -> None:
+        self._directory, self._writing = directory, writing
+
+    def result(self) -> list[Path]:
+        """Wait until the state is durable. Returns its files, sorted, relative to the folder.
+        Raises ``OSError`` and what else a rank raised."""
+        saved(self._writing)
+        return sorted(path.relative_to(self._directory) for path in self._directory.rglob("*") if path.is_file())
 
 
-def capture(trainer: Stateful) -> State:
-    """The state of ``trainer``. On one rank its tensors are live."""
+def save_state(directory: Path, trainer: Stateful, *, staged: bool) -> Saving:
+    """Write the state of ``trainer`` to a folder, which is created if missing. Every rank must call
+    it, and writes its own rows.
+
+    staged: write a copy in a thread, so that the trainer may continue when the call returns. An
+    existing state is replaced; if the process dies, the folder has no valid state.
+    """
+    files = _files(trainer)
+    finish = _finish(directory, trainer)
+    if trainer.ranks.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "state.json").unlink(missing_ok=True)
+    return Saving(directory, save_files(directory, files, trainer.ranks.saving, finish, staged=staged))
+
+
+def _files(trainer: Stateful) -> dict[str, dict[str, Tensor]]:
+    """This rank's part of the tensors of a state, live, by file. Every rank must call it."""
     adapter = trainer.policy.adapter
     tensors = trainer.optimizer.moments() | _scales(trainer, trainer.optimizer) | _torch_random_state()
     if len(trainer.models.cache):
         tensors |= trainer.models.cache.tensors()
-    return State(
-        policy=trainer.policy,
-        model_dir=trainer.model_dir,
-        config_folder=trainer.config_folder,
-        weights={} if adapter else dict(trainer.policy.named_weights()),
-        averages=_averages(trainer),
-        adapters=_whole(adapter.tensors()) if adapter else {},
-        base=adapter.base_digests() if adapter else {},
-        tensors=_whole(tensors),
-        critic=_whole(_critic_tensors(trainer) | _scales(trainer, trainer.critic_optimizer)),
-        numbers={
-            "format": FORMAT,
-            "step": trainer.step,
-            "optimizer_steps": trainer.optimizer.steps,
-            "critic_optimizer_steps": trainer.critic_optimizer.steps if trainer.critic_optimizer else 0,
-            "kl_coefficient": trainer.models.kl_coefficient if trainer.algorithm.next_kl_coefficient else None,
-            "algorithm": trainer.algorithm.name,
-            "reference": trainer.models.reference.name if trainer.models.reference else None,
-            "random": _random_state(),
-        },
-    )
+    files = {
+        "weights/model.safetensors": {} if adapter else dict(named_weights(trainer.policy.model)),
+        "average/model.safetensors": _averages(trainer),
+        f"adapter/{ADAPTER_FILE}": adapter.tensors() if adapter else {},
+        "optimizer.safetensors": tensors,
+        "critic.safetensors": _critic_tensors(trainer) | _scales(trainer, trainer.critic_optimizer),
+    }
+    own = trainer.ranks.rank == 0  # what is not sharded is the same on all ranks, or belongs to rank 0
+    return {
+        file: {name: tensor.contiguous() for name, tensor in found.items() if own or isinstance(tensor, DTensor)}
+        for file, found in files.items()
+    }
 
 
-def write_state(directory: Path, state: State) -> list[Path]:
-    """Write a state to ``directory``, which is created if missing; durable when it returns.
+def _finish(directory: Path, trainer: Stateful) -> Callable[[], None]:
+    """Writes the other files of a state, as the trainer is now. Every rank must call it."""
+    adapter, step = trainer.policy.adapter, trainer.step
+    averaged = bool(trainer.optimizer.averages()) and adapter is None
+    numbers = {
+        "format": FORMAT,
+        "step": step,
+        "optimizer_steps": trainer.optimizer.steps,
+        "critic_optimizer_steps": trainer.critic_optimizer.steps if trainer.critic_optimizer else 0,
+        "kl_coefficient": trainer.models.kl_coefficient if trainer.algorithm.next_kl_coefficient else None,
+        "algorithm": trainer.algorithm.name,
+        "reference": trainer.models.reference.name if trainer.models.reference else None,
+        "random": _random_state(),
+        "base": dict(adapter.base_digests()) if adapter else {},
+        "weights_digest": "",
+        "adapter_digest": "",
+    }
 
-    An existing state is replaced; if the process dies, the folder has no valid state. Returns the
-    files, sorted, relative to the folder.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "state.json").unlink(missing_ok=True)
-    digests = {"weights_digest": "", "adapter_digest": ""}
-    for folder, tensors in (("weights", state.weights), ("average", state.averages)):
-        if tensors:
-            manifest = write_weights(
-                directory / folder, tensors.items(), config_source_dir=state.config_folder, version=state.numbers["step"]
-            )
-            digests |= {"weights_digest": manifest.digest} if folder == "weights" else {}
-    if state.policy.adapter is not None:
-        state.policy.adapter.write(directory / "adapter", state.adapters, state.model_dir)
-        digests["adapter_digest"] = weights_digest(state.adapters.items()).root
-    _replace(directory / "optimizer.safetensors", lambda path: save_file(dict(state.tensors), path))
-    if state.critic:
-        _replace(directory / "critic.safetensors", lambda path: save_file(dict(state.critic), path))
-    facts = {**state.numbers, **digests, "base": state.base}
-    _replace(directory / "state.json", lambda path: path.write_text(json.dumps(facts) + "\n"))
-    return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    def finish() -> None:
+        if adapter is None:
+            manifest = complete_folder(directory / "weights", config_source_dir=trainer.config_folder, version=step)
+            numbers["weights_digest"] = manifest.digest
+        else:
+            adapter.save_settings(directory / "adapter", trainer.model_dir)
+            numbers["adapter_digest"] = weights_digest(read_tensors(directory / "adapter" / ADAPTER_FILE).items()).root
+        if averaged:
+            complete_folder(directory / "average", config_source_dir=trainer.config_folder, version=step)
+        _replace(directory / "state.json", lambda path: path.write_text(json.dumps(numbers) + "\n"))
+
+    return finish
 
 
 def _averages(trainer: Stateful) -> dict[str, Tensor]:
@@ -144,14 +153,9 @@ def _averages(trainer: Stateful) -> dict[str, Tensor]:
     if not averages or trainer.policy.adapter is not None:
         return {}
     return {
-        name: whole(averages[f"average/{name}"]).to(tensor.dtype) if f"average/{name}" in averages else tensor
-        for name, tensor in trainer.policy.named_weights()
+        name: averages[f"average/{name}"].to(tensor.dtype) if f"average/{name}" in averages else tensor
+        for name, tensor in named_weights(trainer.policy.model)
     }
-
-
-def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors gathered on the CPU."""
-    return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def load_state(directory: Path, trainer: Stateful) -> None:
@@ -207,11 +211,11 @@ def _read(
         if state.get("format") != FORMAT:
             raise StateUnreadable(f"{directory}/state.json: format {state.get('format')!r} is not {FORMAT!r}")
         weights = {} if state.get("adapter_digest") else read_weights(directory / "weights")
-        saved = load_file(directory / "optimizer.safetensors")
+        saved = read_tensors(directory / "optimizer.safetensors")
         if trainer.models.critic is not None and not (directory / "critic.safetensors").exists():
             raise StateUnreadable(f"{directory} has no critic, which {trainer.algorithm.name} needs. {_AS_MODEL}")
-        critic = load_file(directory / "critic.safetensors") if trainer.models.critic is not None else {}
-        adapters = load_file(directory / "adapter" / "adapter_model.safetensors") if state.get("adapter_digest") else {}
+        critic = read_tensors(directory / "critic.safetensors") if trainer.models.critic is not None else {}
+        adapters = read_tensors(directory / "adapter" / ADAPTER_FILE) if state.get("adapter_digest") else {}
     except StateUnreadable:
         raise
     except Exception as error:

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from rollout_workers.trainer.optim.optimizer import FlatAdamW, OptimizerSet
 from rollout_workers.trainer.optim.schedule import Schedule
 from rollout_workers.trainer.packing import MicroBatch
 from rollout_workers.trainer.refusal import Refusals
-from rollout_workers.trainer.state import State, capture, load_state, write_state
+from rollout_workers.trainer.state import Saving, load_state, save_state
 from rollout_workers.trainer.types import (
     BadBatch,
     ExplodingGradient,
@@ -107,23 +108,24 @@ class Trainer:
             frozen=config.freeze,
             checkpointing=config.gradient_checkpointing,
             seed=config.seed,
-            device=ranks.loading_device,
+            ranks=ranks,
         )
+        self.policy.shard(ranks)
         self.models = Models(
             self.policy,
             self.algorithm,
             temperature=(config.temperature or 1.0) if self.algorithm.needs.sampled else 1.0,
             tokens=config.tokens_per_microbatch,
             seed=config.seed,
-            reference=Reference(self.policy, model_dir) if self.algorithm.needs.reference else None,
-            critic=_critic(self.policy, self.algorithm, config, model_dir),
-            teacher=_teacher(self.policy, self.algorithm, config),
+            reference=Reference(self.policy, model_dir, ranks) if self.algorithm.needs.reference else None,
+            critic=_critic(self.policy, self.algorithm, config, model_dir, ranks),
+            teacher=_teacher(self.policy, self.algorithm, config, ranks),
             kl_coefficient=self.algorithm.initial_kl_coefficient,
             ranks=ranks,
         )
         self._held_out = ReferenceCache()  # of evaluations; the state holds only the cache of trained samples
         critic = self.models.critic
-        for model in (self.policy, self.models.reference, critic, self.models.teacher):
+        for model in (self.models.reference, critic, self.models.teacher):
             if model is not None:
                 model.shard(ranks)
         self.optimizer = FlatAdamW(self.policy.model, config.optimizer, extra=critic if critic and critic.on_policy else None)
@@ -133,6 +135,7 @@ class Trainer:
         self.optimizers = OptimizerSet(self.optimizer, self.critic_optimizer)
         self.config_folder = self.policy.config_folder(self.model_dir)
         self._restore_point: tuple[list[list[Tensor]], float] | None = None
+        self._saving: Saving | None = None
         self.mark()
 
     def train_step(
@@ -283,14 +286,22 @@ class Trainer:
 
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write everything that ``load_state`` needs to continue bit for bit. Returns the files,
-        relative to the folder."""
-        files = write_state(Path(directory), self.capture())
-        self.mark()
-        return files
+        relative to the folder. Each rank writes its part."""
+        return self.save(directory, staged=False).result()
 
-    def capture(self) -> State:
-        """The complete training state."""
-        return capture(self)
+    def begin_save(self, directory: str | os.PathLike[str]) -> Saving:
+        """``save_state`` of a copy, in a thread: the next step may begin when this returns, and the
+        state is written when its ``result`` does. Waits for the save before."""
+        return self.save(directory, staged=True)
+
+    def save(self, directory: str | os.PathLike[str], *, staged: bool) -> Saving:
+        """``save_state`` or, if ``staged``, ``begin_save``."""
+        if self._saving is not None:
+            with suppress(Exception):  # its caller gets the error
+                self._saving.result()
+        self._saving = save_state(Path(directory), self, staged=staged)
+        self.mark()
+        return self._saving
 
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """Continue from a saved state. Raises ``StateUnreadable`` and changes nothing if that is
@@ -361,16 +372,18 @@ def _check_gradient(loss: float, norms: Sequence[float], rate: float, limit: flo
         raise ExplodingGradient(f"{exceeded} {fix}, a higher limit, or {skip}")
 
 
-def _teacher(policy: Policy, algorithm: Algorithm, config: TrainerConfig) -> Teacher | None:
+def _teacher(policy: Policy, algorithm: Algorithm, config: TrainerConfig, ranks: Ranks) -> Teacher | None:
     directory = getattr(config.settings, "teacher", "")
-    return Teacher(directory, policy) if algorithm.needs.teacher and directory else None
+    return Teacher(directory, policy, ranks) if algorithm.needs.teacher and directory else None
 
 
-def _critic(policy: Policy, algorithm: Algorithm, config: TrainerConfig, model_dir: str | os.PathLike[str]) -> Critic | None:
+def _critic(
+    policy: Policy, algorithm: Algorithm, config: TrainerConfig, model_dir: str | os.PathLike[str], ranks: Ranks
+) -> Critic | None:
     if not algorithm.needs.critic:
         return None
     network = getattr(config.settings, "critic", "head") == "network"
-    return Critic(policy, model_dir if network else None, checkpointing=config.gradient_checkpointing)
+    return Critic(policy, model_dir if network else None, checkpointing=config.gradient_checkpointing, ranks=ranks)
 
 
 def _in_order(samples: Sequence[TrainSample]) -> list[TrainSample]:

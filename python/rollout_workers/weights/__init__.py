@@ -4,6 +4,7 @@ from rollout_workers.weights.digest import WeightsDigest, weights_digest
 from rollout_workers.weights.naming import LiveWeights, named_weights
 from rollout_workers.weights.store import (
     WeightsManifest,
+    complete_folder,
     read_manifest,
     read_weights,
     seal,
@@ -16,6 +17,7 @@ __all__ = [
     "LiveWeights",
     "WeightsDigest",
     "WeightsManifest",
+    "complete_folder",
     "named_weights",
     "read_manifest",
     "read_weights",

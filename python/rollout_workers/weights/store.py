@@ -141,6 +141,25 @@ def write_weights(
     return manifest
 
 
+def complete_folder(
+    directory: str | os.PathLike[str], *, config_source_dir: str | os.PathLike[str], version: int
+) -> WeightsManifest:
+    """Add everything except the tensors to a folder that has ``model.safetensors``, and sync it.
+    Returns the manifest. Raises ``FileNotFoundError`` if ``config_source_dir`` has no config.json,
+    ``OSError``."""
+    folder, source = Path(directory), Path(config_source_dir)
+    if not (source / "config.json").is_file():
+        raise FileNotFoundError(f"{source} has no config.json; config_source_dir must be a model's folder")
+    staged = _copy_companions(source, folder)
+    tensors = read_tensors(folder / TENSOR_FILE)
+    written = FileEntry(TENSOR_FILE, (folder / TENSOR_FILE).stat().st_size)
+    manifest = _manifest(tensors, weights_digest(tensors.items()), version, [*staged, written])
+    (folder / MANIFEST_FILE).write_text(_as_json(manifest))
+    for path in (*(folder / file.path for file in staged), folder / MANIFEST_FILE, folder):
+        _fsync(path)
+    return manifest
+
+
 def write_adapter(
     directory: str | os.PathLike[str],
     adapters: Mapping[str, torch.Tensor],
@@ -181,12 +200,7 @@ def stage_folder(parent: str | os.PathLike[str], config_source_dir: str | os.Pat
     staging, source = Path(parent) / f".{uuid.uuid4().hex}.tmp", Path(config_source_dir)
     staging.mkdir(parents=True)
     try:
-        entries: list[FileEntry] = []
-        for name in _COMPANIONS:
-            if (source / name).is_file():
-                data, digest = _companion(source / name)
-                (staging / name).write_bytes(data)
-                entries.append(FileEntry(name, len(data), digest))
+        entries = _copy_companions(source, staging)
         (staging / MANIFEST_FILE).write_text(json.dumps({"files": [asdict(entry) for entry in entries]}))
         if reserve and sys.platform == "linux":  # macOS has no posix_fallocate
             with open(staging / TENSOR_FILE, "wb") as file:
@@ -299,6 +313,17 @@ def _entry(path: Path) -> FileEntry:
     return FileEntry(
         path.name, path.stat().st_size, f"{PREFIX}{blake3(max_threads=blake3.AUTO).update_mmap(str(path)).hexdigest()}"
     )
+
+
+def _copy_companions(source: Path, target: Path) -> list[FileEntry]:
+    """Copy the files of a model that ``from_pretrained`` reads in addition to the tensors."""
+    entries: list[FileEntry] = []
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            data, digest = _companion(source / name)
+            (target / name).write_bytes(data)
+            entries.append(FileEntry(name, len(data), digest))
+    return entries
 
 
 def _companion(path: Path) -> tuple[bytes, str]:

@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -81,6 +81,14 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         else torch.empty(shape, dtype=dtype)
         for name, dtype, shape, count, start in layout
     }
+
+
+def file_layout(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:
+    """The header of a file for tensors (name, dtype, shape), where each begins in the file, and the
+    size of the file. Raises ``ValueError`` for an unsupported dtype."""
+    header, _ = _header(tuple(tensors))
+    entries, end = _layout(header[8:])
+    return header, {name: len(header) + start for name, _, _, _, start in entries}, len(header) + end
 
 
 _MOST_PIECES = 1024

@@ -31,7 +31,6 @@ from rollout_workers.trainer.distributed.fsdp import Group
 from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
 from rollout_workers.trainer.leader import LeadingTrainer, follow
 from rollout_workers.trainer.packing import pack
-from rollout_workers.trainer.state import write_state
 
 from .addition import demonstrations, sampled_batch
 from .team import Failure, together
@@ -82,9 +81,7 @@ def trained(
     for step in range(first, last + 1):
         metrics.append(dict(learner.train_step(batch(config, step), step).metrics))
         if save and step == 3:
-            captured = learner.capture()
-            if ranks.rank == 0:
-                write_state(Path(save), captured)
+            learner.save_state(save)
     weights = {name: tensor.float().numpy().copy() for name, tensor in learner.named_weights()}
     return learner.weights_digest().root, weights, metrics
 

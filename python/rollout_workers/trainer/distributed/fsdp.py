@@ -42,16 +42,17 @@ class Group(Ranks):
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size, timeout=limit)
         self._calls: Any = dist.new_group(backend="gloo", timeout=limit)
         self._limit = limit
+        self.saving = dist.new_group(backend="gloo", timeout=limit)
         self._wakeups: Any = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._mesh = init_device_mesh(self._device, (size,))
 
     @property
     def loading_device(self) -> str:
-        """The CPU, because a GPU may not have room for the whole model."""
+        """The CPU, for what is loaded whole, because a GPU may not have room for it."""
         return "cpu"
 
-    def shard(self, module: nn.Module) -> Inside:
-        """Keep this rank's rows of each tensor of ``module`` and move it to the rank's device.
+    def shard(self, module: nn.Module, fill: Callable[[], None] | None = None) -> Inside:
+        """Keep this rank's rows of each tensor of ``module``, on the rank's device.
 
         The tensors of each block of the Hugging Face model (``_no_split_modules``) are gathered
         together, and so are the others.
@@ -70,6 +71,9 @@ class Group(Ranks):
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)  # the losses are already parts of one sum
                 part.set_force_sum_reduction_for_comms(True)
+        if fill is not None:
+            whole.to_empty(device=self._device)
+            fill()
         return whole
 
     def gradients(self, loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:

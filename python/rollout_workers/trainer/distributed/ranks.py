@@ -25,14 +25,18 @@ class Ranks:
 
     rank = 0
     size = 1
+    saving: Any = None
+    """The process group that writes states, next to calls of the others; None for a single rank."""
 
     @property
     def loading_device(self) -> str:
         """The device that models are loaded on before ``shard``."""
         return "cuda" if torch.cuda.is_available() else "cpu"
 
-    def shard(self, module: nn.Module) -> Inside:
-        """Keep this rank's part of a Hugging Face model, or of a module that contains one."""
+    def shard(self, module: nn.Module, fill: Callable[[], None] | None = None) -> Inside:
+        """Keep this rank's part of a Hugging Face model, or of a module that contains one. fill: if
+        it is on the meta device, gives its tensors their values, after it has memory for its part.
+        """
         return _directly
 
     def deal(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
+from rollout_workers.trainer.distributed.loading import fill, on_meta
 from rollout_workers.trainer.distributed.ranks import ALONE, Inside, Ranks
 from rollout_workers.trainer.model import fused
 from rollout_workers.trainer.model.freezing import checkpoint_gradients
@@ -28,23 +30,34 @@ class Critic(nn.Module):
 
     _inside: Inside
 
-    def __init__(self, policy: Policy, directory: str | os.PathLike[str] | None = None, *, checkpointing: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        checkpointing: bool = False,
+        ranks: Ranks = ALONE,
+    ) -> None:
         """directory: the model's folder, for a separate network. checkpointing: gradient
         checkpointing of that network."""
         super().__init__()
         model: Any = policy.model
         self.trunk: Any = None
+        self._files: Mapping[str, Tensor] | None = None
         if directory is not None:
             transformers_logging.disable_progress_bar()
-            trunk: Any = load_whole(AutoModel, directory, dtype=model.dtype)
-            self.trunk = trunk.to(model.device).eval()
+            found = on_meta(AutoModel, directory, model.dtype) if ranks.size > 1 else None
+            if found is not None:
+                trunk, self._files = found
+            else:
+                trunk = load_whole(AutoModel, directory, dtype=model.dtype).to(ranks.loading_device)
+                fused.install(trunk)
+            self.trunk = trunk.eval()
             self.trunk.set_attn_implementation(model.config._attn_implementation)  # the one that was validated for the policy
-            fused.install(self.trunk)
             if checkpointing:
                 checkpoint_gradients(self.trunk)
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self._zero_head()
         self._shard(ALONE)
 
     def shard(self, ranks: Ranks) -> None:
@@ -52,7 +65,18 @@ class Critic(nn.Module):
         self._shard(ranks)
 
     def _shard(self, ranks: Ranks) -> None:
-        self.__dict__["_inside"] = ranks.shard(self)  # a plain attribute would register it as a submodule
+        fill = self._fill if ranks.size > 1 and self._files is not None else None
+        self.__dict__["_inside"] = ranks.shard(self, fill)  # a plain attribute would register it as a submodule
+
+    def _fill(self) -> None:
+        assert self._files is not None
+        fill(self.trunk, self._files, {})
+        self._zero_head()
+        self._files = None
+
+    def _zero_head(self) -> None:
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
 
     @property
     def on_policy(self) -> bool:

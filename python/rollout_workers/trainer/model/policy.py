@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from rollout_workers.trainer.distributed.loading import adapters_of, fill, on_meta, standing_in
 from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
 from rollout_workers.trainer.distributed.shards import whole
 from rollout_workers.trainer.model import fused
@@ -63,17 +64,33 @@ class Policy:
 
     _live: LiveWeights | None = None  # created on first use, after adapters and sharding
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, ranks: Ranks = ALONE, files: Mapping[str, Tensor] | None = None) -> None:
+        """ranks: with several, call ``shard`` before anything else. files: the values of a model on
+        the meta device."""
         self.model = model.eval()
         self.adapter: Adapter | None = None
-        fused.install(model)
+        self._files = files
         self._inside = ALONE.shard(model)
-        self.linear_head = plain_head(model)
+        self.linear_head = self.share_prefixes = False
+        if files is None:
+            fused.install(model)
+        if ranks.size == 1:
+            self._probe(ranks)
+
+    def _probe(self, ranks: Ranks) -> None:
+        """Choose the optimizations, on the device that trains. Every rank must call it."""
+        model = self.model
+
+        def agrees(*, share_prefixes: bool) -> bool:
+            return all(ranks.exchange(self._agrees(share_prefixes=share_prefixes)))
+
+        with torch.no_grad():
+            self.linear_head = all(ranks.exchange(self._inside(plain_head, model)))
         self.share_prefixes = True
-        self.linear_head = self.linear_head and self._agrees(share_prefixes=False)
+        self.linear_head = self.linear_head and agrees(share_prefixes=False)
         if not self.linear_head:
             log.info("%s computes its own logits: all of them are in memory, tokens x vocabulary", type(model).__name__)
-        self.share_prefixes = attends_everywhere(model.config) and install(model, lambda: self._agrees(share_prefixes=True))
+        self.share_prefixes = attends_everywhere(model.config) and install(model, lambda: agrees(share_prefixes=True))
 
     @classmethod
     def load(
@@ -82,10 +99,13 @@ class Policy:
         *,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device | None = None,
+        ranks: Ranks = ALONE,
     ) -> Policy:
         """Load a folder in the Hugging Face layout. device: None is the GPU if there is one, else
-        the CPU."""
-        return cls(cls.load_model(directory, dtype=dtype, device=device))
+        the CPU. ranks: with several, the tensors are read by ``shard``."""
+        if ranks.size > 1 and (found := on_meta(AutoModelForCausalLM, directory, dtype)) is not None:
+            return cls(found[0], ranks, found[1])
+        return cls(cls.load_model(directory, dtype=dtype, device=device or ranks.loading_device), ranks)
 
     @staticmethod
     def load_model(
@@ -106,15 +126,16 @@ class Policy:
         frozen: Sequence[str] = (),
         checkpointing: bool = False,
         seed: int = 0,
-        device: str | torch.device | None = None,
+        ranks: Ranks = ALONE,
     ) -> Policy:
         """Load a model for training. Raises ``BadSettings`` if the settings do not fit it."""
-        policy = cls.load(directory, dtype=dtype, device=device)
+        policy = cls.load(directory, dtype=dtype, ranks=ranks)
         if checkpointing:
             checkpoint_gradients(policy.model)
         freeze(policy.model, frozen)
         if lora is not None:
-            policy.adapter = Adapter(policy.model, lora, seed=seed)
+            with standing_in(policy.model):
+                policy.adapter = Adapter(policy.model, lora, seed=seed)
         return policy
 
     def config_folder(self, model_dir: Path) -> Path:
@@ -124,7 +145,12 @@ class Policy:
     def shard(self, ranks: Ranks) -> None:
         """Keep this rank's part. Call it after adapters and freezing; from then on all ranks must
         make the same calls."""
-        self._inside, self._live = ranks.shard(self.model), None
+        model, files, self._files = self.model, self._files, None
+        adapters = {} if files is None else adapters_of(model, files)
+        self._inside = ranks.shard(model, None if files is None else lambda: fill(model, files, adapters))
+        self._live = None
+        if ranks.size > 1:
+            self._probe(ranks)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The complete weights under their Hugging Face names, with adapters merged."""
@@ -159,6 +185,10 @@ class Policy:
     def _call(self, module: torch.nn.Module, batch: MicroBatch, **options: bool) -> Any:
         return call_packed(module, batch, device=self.model.device, dtype=self.model.dtype, **options)
 
+    def _logits(self, token_ids: Tensor) -> Tensor:
+        """[B, T, V]: the logits of a plain call."""
+        return self.model(input_ids=token_ids, use_cache=False).logits
+
     @torch.no_grad()
     def _agrees(self, *, share_prefixes: bool) -> bool:
         """Whether the current optimizations give the logprobs of a plain call, on four short
@@ -173,7 +203,7 @@ class Policy:
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return False
         token_ids = torch.from_numpy(np.stack([sample.token_ids for sample in samples])).long()
-        logits = self.model(input_ids=token_ids.to(self.model.device), use_cache=False).logits.float().cpu()
+        logits = self._inside(self._logits, token_ids.to(self.model.device)).float().cpu()
         wanted = logits[:, :-1].log_softmax(-1).gather(-1, token_ids[:, 1:, None])[..., 0]
         return bool(((found[:, 1:] - wanted).abs().max() < TOLERANCE[self.model.dtype]).item())
 

@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from rollout_workers.trainer.distributed.ranks import Ranks
+from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
 from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.packing import MicroBatch
 from rollout_workers.trainer.types import TrainSample
@@ -26,7 +26,7 @@ class Reference:
     """The policy with its adapters disabled, or a second copy of the model if the policy has no
     adapters."""
 
-    def __init__(self, policy: Policy, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, policy: Policy, directory: str | os.PathLike[str], ranks: Ranks = ALONE) -> None:
         """Load ``directory`` if the policy has no adapters. Raises ``OSError`` if it cannot be
         loaded."""
         self.name = _fingerprint(Path(directory))
@@ -35,7 +35,7 @@ class Reference:
         self._adapter = policy.adapter
         self._policy = policy
         if self._adapter is None:
-            self._policy = Policy.load(directory, dtype=policy.model.dtype, device=policy.model.device)
+            self._policy = Policy.load(directory, dtype=policy.model.dtype, ranks=ranks)
 
     def shard(self, ranks: Ranks) -> None:
         """Keep this rank's part of the copy, if there is one."""

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from rollout_workers.trainer.distributed.ranks import ALONE
-from rollout_workers.trainer.model import fused
+from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
 from rollout_workers.trainer.model.policy import TOLERANCE, Policy, attends_everywhere, call_packed, probe_samples
 from rollout_workers.trainer.model.tree_attention import install
 from rollout_workers.trainer.packing import MicroBatch, pack
@@ -27,14 +26,10 @@ class Scorer(Policy):
     """A Hugging Face sequence classifier with one label. A causal model gets a new head, always the
     same one."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model.eval()
-        self.adapter = None
-        fused.install(model)
-        self._inside = ALONE.shard(model)
-        self.linear_head = False
-        self.share_prefixes = attends_everywhere(model.config)
-        self.share_prefixes = self.share_prefixes and install(model, self._scores_agree)
+    def _probe(self, ranks: Ranks) -> None:
+        self.share_prefixes = attends_everywhere(self.model.config) and install(
+            self.model, lambda: all(ranks.exchange(self._scores_agree()))
+        )
 
     @classmethod
     def load(
@@ -43,6 +38,7 @@ class Scorer(Policy):
         *,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device | None = None,
+        ranks: Ranks = ALONE,
     ) -> Scorer:
         """Load a folder in the Hugging Face layout. Raises ``BadSettings`` for an architecture
         without a classifier."""
@@ -63,7 +59,7 @@ class Scorer(Policy):
             raise BadSettings(
                 f"{type(model).__name__} has no linear `score` head; reward models are trained from decoders that have one"
             )
-        return cls(model.to(device or ALONE.loading_device))
+        return cls(model.to(device or ranks.loading_device), ranks)
 
     def config_folder(self, model_dir: Path) -> Path:
         """A copy of the model's config and tokenizer whose config names the classifier. It is

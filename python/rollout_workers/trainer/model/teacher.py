@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from rollout_workers.trainer.distributed.ranks import Ranks
+from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
 from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.packing import MicroBatch
 from rollout_workers.trainer.types import BadSettings
@@ -16,10 +16,10 @@ from rollout_workers.trainer.types import BadSettings
 class Teacher:
     """A model that is never trained, with the policy's tokenizer."""
 
-    def __init__(self, directory: str | os.PathLike[str], policy: Policy) -> None:
+    def __init__(self, directory: str | os.PathLike[str], policy: Policy, ranks: Ranks = ALONE) -> None:
         """Load ``directory``. Raises ``OSError`` if it cannot be loaded, ``BadSettings`` for
         another vocabulary."""
-        self._policy = Policy.load(directory, dtype=policy.model.dtype, device=policy.model.device)
+        self._policy = Policy.load(directory, dtype=policy.model.dtype, ranks=ranks)
         theirs, ours = (model.config.get_text_config().vocab_size for model in (self._policy.model, policy.model))
         if theirs != ours:
             raise BadSettings(
