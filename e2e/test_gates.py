@@ -1,4 +1,5 @@
-"""A gate stops a run at the step where its condition first holds, also if `rolloutd` is killed."""
+"""A gate stops a run at the step where its condition first holds, also if `rolloutd` is killed, and
+also if that was while reserved workers evaluated."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from mesh import ROOT, Mesh
+from mesh import ROOT, Mesh, until
 from sim import Job, audited, finish, sim_mesh, stop, submit
 
 from rollout.run.v1 import run_pb2
@@ -79,4 +80,65 @@ def test_a_gate_stops_the_run_at_its_step_although_rolloutd_is_killed(tmp_path: 
         assert "STOPPED_BY_GATE" in shown(running, "runs", "show", run)
         assert json.loads(shown(running, "runs", "show", run, "--format", "json"))["run"]["reason"] == "STOPPED_BY_GATE"
     finally:
+        stop(running)
+
+
+# The reward of held-out rows hangs while a file exists.
+HELD = """
+
+_scored = letters
+
+
+def letters(samples):
+    import time
+
+    held = pathlib.Path(__file__).with_name("held")
+    while samples[0].prompt.startswith("held") and held.exists():
+        time.sleep(0.02)
+    return _scored(samples)
+"""
+
+EVALUATED = """
+[eval]
+every_steps = 4
+workers = 1
+
+[gates.answers]
+when = "eval/reward >= 0"
+action = "stop"
+"""
+
+
+def test_an_evaluation_that_a_kill_interrupts_is_repeated(tmp_path: Path) -> None:
+    """The workers exit with `rolloutd`, so that the weights of the evaluation are made again."""
+    job = Job(tmp_path / "job", steps=30, workers=2, snapshot=20)
+    path = job.write()
+    text = path.read_text().replace('train = "train.jsonl"', 'train = "train.jsonl"\neval = "held.jsonl"')
+    path.write_text(text + EVALUATED)
+    (job.folder / "held.jsonl").write_text("".join(json.dumps({"prompt": f"held {n}:"}) + "\n" for n in range(4)))
+    with (job.folder / "reward.py").open("a") as file:
+        file.write(HELD)
+    held = job.folder / "held"
+    running = sim_mesh(tmp_path / "state", seconds=0.3).start()
+    try:
+        run = submit(running, running.plan(path), job)
+        until(lambda: bool(events(running, run, "eval.finished")), "the evaluation before the first step", 60)
+        held.touch()
+        running.until_step(run, 6)  # the evaluation of step 4 hangs
+        running.kill("all")
+        running.start()
+        if running.status(run).run.state == run_pb2.RUN_STATE_INTERRUPTED:
+            running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))
+        running.until_step(run, 7)
+        assert not events(running, run, "gate.fired")
+        held.unlink()
+        finish(running, run)
+        ended = running.status(run).run
+        assert ended.reason == "STOPPED_BY_GATE" and ended.step <= 8, ended
+        assert {event.step for event in events(running, run, "gate.fired")} == {4}
+        assert [event.step for event in events(running, run, "eval.finished")][:2] == [0, 4]
+        assert not events(running, run, "eval.skipped")
+        audited(running, run)
+    finally:
+        held.unlink(missing_ok=True)
         stop(running)

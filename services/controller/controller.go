@@ -106,6 +106,8 @@ type Drive struct {
 	Weights *weightsv1.WeightsManifest // newest published weights; nil before the first
 	Health  []byte                     // state of the health check (health.Monitor); empty before the first step
 	Gates   []byte                     // state of the gates (gate.Monitor); empty without gates
+
+	Evaluation []byte // what reserved workers evaluate, and has no result yet; empty without it
 }
 
 // Store keeps drives.

@@ -66,11 +66,14 @@ func newDrive(cfg Config, deps Deps, from *Drive) *drive {
 	retries := retries{first: cfg.Retry, progress: progress, room: room}
 	vitals := newVitals(set, from.Health, events, deps.Snapshots, retries, log)
 	watched := newGateMonitor(set, from.Gates, log)
-	record := &record{store: deps.Store, spec: from.Spec, fence: set.fence, progress: progress, delivery: delivery, vitals: vitals, gates: watched, log: log}
+	reserved := newReserved(set, cfg, deps, progress, events, from.Evaluation, log)
+	record := &record{
+		store: deps.Store, spec: from.Spec, fence: set.fence, progress: progress, delivery: delivery, vitals: vitals, gates: watched, reserved: reserved, log: log,
+	}
 	halted, halt := context.WithCancel(context.Background())
 	return &drive{
 		settings: set, cfg: cfg, deps: deps, log: log, spec: from.Spec, events: events, progress: progress,
-		retries: retries, room: room, fleet: fleet, delivery: delivery, reserved: newReserved(set, cfg, deps, progress, events, log), vitals: vitals,
+		retries: retries, room: room, fleet: fleet, delivery: delivery, reserved: reserved, vitals: vitals,
 		gates: &gates{settings: set, monitor: watched, record: record, events: events}, record: record,
 		drain: drain, halted: halted, halt: halt, done: make(chan struct{}),
 	}
@@ -105,7 +108,7 @@ func (d *drive) run(life context.Context) {
 	if err == nil || gated(err) || errors.Is(err, errDrained) && !errors.Is(err, errNoRoom) {
 		failed := d.reserved.join(work)
 		if failed == nil {
-			failed = d.gates.observeReserved(work, d.reserved.result())
+			failed = d.gates.observeReserved(work, d.reserved)
 		}
 		if failed != nil {
 			err = failed
@@ -249,7 +252,7 @@ type session struct {
 func (d *drive) newSession(l *learner) *session {
 	ledger := &ledger{settings: d.settings, buffer: d.deps.Buffer, leaseWait: d.cfg.LeaseWait, retries: d.retries}
 	evaluator := &evaluator{
-		settings: d.settings, learner: l, delivery: d.delivery, reserved: d.reserved, progress: d.progress, events: d.events, log: d.log, retry: d.cfg.Retry,
+		settings: d.settings, learner: l, delivery: d.delivery, reserved: d.reserved, progress: d.progress, events: d.events, record: d.record, log: d.log, retry: d.cfg.Retry,
 	}
 	snapshotter := &snapshotter{
 		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries, log: d.log,
@@ -298,6 +301,9 @@ func (s *session) work(ctx context.Context) error {
 // has no space for it.
 func (s *session) leave(ctx context.Context, step uint64) error {
 	if step > 0 && !s.snapshots(step) {
+		if err := s.recovery.due.settle(ctx, step); err != nil {
+			return err
+		}
 		if err := s.snapshotter.take(ctx, step, periodic); err != nil {
 			return err
 		}
@@ -333,6 +339,7 @@ type record struct {
 	delivery *delivery
 	vitals   *vitals
 	gates    *gate.Monitor
+	reserved *reserved // nil without reserved workers
 	log      *slog.Logger
 }
 
@@ -343,7 +350,7 @@ func (r *record) save(ctx context.Context, active bool) (taken bool) {
 	p, _ := r.progress.read()
 	err := r.store.Save(ctx, &Drive{
 		Spec: r.spec, Phase: p.GetPhase(), Step: p.GetStep(), Active: active, Weights: r.delivery.newest, Health: r.vitals.monitor.State(),
-		Gates: r.gates.State(),
+		Gates: r.gates.State(), Evaluation: r.reserved.state(),
 	}, r.fence)
 	taken = errors.Is(err, lease.ErrFenced) || fence.Refused(err)
 	if err != nil && !taken {

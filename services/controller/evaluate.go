@@ -25,6 +25,7 @@ type evaluator struct {
 	reserved *reserved // nil without reserved workers
 	progress *progress
 	events   *reporter
+	record   *record
 	log      *slog.Logger
 	retry    time.Duration // pause after every worker has failed
 }
@@ -53,7 +54,13 @@ func (e *evaluator) loss(ctx context.Context, step uint64) (map[string]float64, 
 // in the background, or else one of the others while the drive waits.
 func (e *evaluator) completions(ctx context.Context, step uint64, first bool) (map[string]float64, error) {
 	if e.reserved != nil {
-		return nil, e.reserved.start(ctx, step, e.delivery.newest, first)
+		if err := e.reserved.start(ctx, step, e.delivery.newest, first); err != nil {
+			return nil, err
+		}
+		if e.record.save(ctx, true) { // before the next step, so that a restarted controller repeats the evaluation
+			return nil, errTaken
+		}
+		return nil, nil
 	}
 	s := e.sampling(e.delivery.fleet, e.delivery.newest, e.delivery.checkSource)
 	samples, err := s.part(ctx, nil, 0, 1)

@@ -59,12 +59,17 @@ func (g *gates) observeEvaluation(ctx context.Context, step uint64, metrics map[
 	return g.conclude(ctx, step, seen)
 }
 
-// observeReserved judges an evaluation that reserved workers have made; nil: none has ended.
-func (g *gates) observeReserved(ctx context.Context, e *evaluation) error {
+// observeReserved judges the evaluation that reserved workers have made, if one has ended.
+func (g *gates) observeReserved(ctx context.Context, r *reserved) error {
+	e := r.result()
 	if e == nil {
 		return nil
 	}
-	return g.observeEvaluation(ctx, e.step, e.means, e.first)
+	if err := g.observeEvaluation(ctx, e.step, e.means, e.first); err != nil {
+		return err
+	}
+	r.observed(e.step)
+	return nil
 }
 
 // conclude stores what was decided and emits it.

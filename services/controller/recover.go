@@ -51,6 +51,13 @@ func (r *recovery) recover(ctx context.Context) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
+	left := r.evaluator.reserved.left(last.GetStep())
+	if left != nil && state.GetStep() > left.Step { // the learner is past its weights
+		if err := r.evaluator.reserved.repeat(ctx, left); err != nil {
+			return 0, err
+		}
+		left = nil
+	}
 	if state.GetStep() > last.GetStep() { // trained, not committed: the learner will repeat its result
 		return last.GetStep(), r.resume(ctx)
 	}
@@ -71,6 +78,9 @@ func (r *recovery) recover(ctx context.Context) (uint64, error) {
 		}
 	}
 	for ; at < last.GetStep(); at++ {
+		if err := r.reevaluate(ctx, left, at); err != nil {
+			return 0, err
+		}
 		if made, err = r.ledger.step(ctx, at+1); err != nil {
 			return 0, err
 		}
@@ -106,6 +116,19 @@ func (r *recovery) begin(ctx context.Context, step uint64, digest string) error 
 		return err
 	}
 	return r.gates.observeEvaluation(ctx, step, metrics, true)
+}
+
+// reevaluate starts the evaluation of a step that is made again.
+func (r *recovery) reevaluate(ctx context.Context, left *pending, at uint64) error {
+	if left == nil || left.Step != at {
+		return nil
+	}
+	weights, err := r.learner.publish(ctx, r.room)
+	if err != nil {
+		return err
+	}
+	weights.Lineage = r.delivery.lineage
+	return r.evaluator.reserved.start(ctx, at, weights, left.First)
 }
 
 // retrain trains on a recorded batch again, and returns the digest of the weights.

@@ -2,12 +2,15 @@ package controller
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
 	"sync"
 	"time"
+
+	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/libs/discovery"
 	"github.com/rollout-rl/rollout/libs/worker"
@@ -28,6 +31,7 @@ type reserved struct {
 	retry    time.Duration
 	life     context.Context // of evaluations; set before the first
 
+	pending *pending    // started, and its result was not observed; nil: none
 	current *evaluation // nil: none
 	last    *evaluation // ended, and its result was not asked for; nil: none
 }
@@ -42,14 +46,71 @@ type evaluation struct {
 	means  map[string]float64 // nil: skipped
 }
 
-// newReserved returns nil if the run reserves no workers.
-func newReserved(s settings, cfg Config, deps Deps, p *progress, events *reporter, log *slog.Logger) *reserved {
+// pending is an evaluation that a restarted controller repeats.
+type pending struct {
+	Step    uint64 `json:"step"`
+	First   bool   `json:"first,omitempty"`
+	Weights []byte `json:"weights"` // WeightsManifest
+}
+
+// newReserved returns nil if the run reserves no workers. stored: the state of an earlier process.
+func newReserved(s settings, cfg Config, deps Deps, p *progress, events *reporter, stored []byte, log *slog.Logger) *reserved {
 	if s.cfg.GetEval().GetWorkers() == 0 {
 		return nil
 	}
 	fleet := newFleet(s, deps.Dial, cfg.Retry, &lagging{reporter: events, progress: p})
 	fleet.policy = updateRolling // a request for the version that they serve ends with that version
-	return &reserved{settings: s, fleet: fleet, progress: p, events: events, log: log, retry: cfg.Retry}
+	r := &reserved{settings: s, fleet: fleet, progress: p, events: events, log: log, retry: cfg.Retry}
+	if len(stored) == 0 {
+		return r
+	}
+	if err := json.Unmarshal(stored, &r.pending); err != nil {
+		log.Warn("the interrupted evaluation is not repeated", "error", err)
+	}
+	return r
+}
+
+// state is what a restarted controller continues from; empty without an evaluation.
+func (r *reserved) state() []byte {
+	if r == nil || r.pending == nil {
+		return nil
+	}
+	text, err := json.Marshal(r.pending)
+	if err != nil { // it has numbers and bytes only
+		return nil
+	}
+	return text
+}
+
+// observed records that the result of a step is stored.
+func (r *reserved) observed(step uint64) {
+	if r.pending != nil && r.pending.Step == step {
+		r.pending = nil
+	}
+}
+
+// left returns the evaluation that an earlier process left, if it is of a step before the last one;
+// that of the last step starts by itself. nil: none.
+func (r *reserved) left(last uint64) *pending {
+	if r == nil || r.pending == nil || r.current != nil || r.last != nil {
+		return nil
+	}
+	if r.pending.Step >= last {
+		r.pending = nil
+	}
+	return r.pending
+}
+
+// repeat starts an evaluation again with the weights that it was started with. Workers that survived
+// have them; without any, it is skipped.
+func (r *reserved) repeat(ctx context.Context, left *pending) error {
+	m := &weightsv1.WeightsManifest{}
+	if err := proto.Unmarshal(left.Weights, m); err != nil {
+		r.log.WarnContext(ctx, "the interrupted evaluation is not repeated", "step", left.Step, "error", err)
+		r.pending = nil
+		return nil
+	}
+	return r.start(ctx, left.Step, m, left.First)
 }
 
 // start begins to evaluate a step in the background, and returns when a worker has its weights, so
@@ -64,6 +125,7 @@ func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsM
 	if err := r.pin(ctx, m); err != nil {
 		if errors.Is(err, errNoSource) {
 			r.events.skipped(step, err)
+			r.observed(step)
 			return nil
 		}
 		return fmt.Errorf("evaluate step %d: %w", step, err)
@@ -71,6 +133,9 @@ func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsM
 	life, cancel := context.WithCancel(r.life)
 	now := &evaluation{step: step, first: first, cancel: cancel, done: make(chan struct{})}
 	r.current = now
+	if weights, err := proto.Marshal(m); err == nil {
+		r.pending = &pending{Step: step, First: first, Weights: weights}
+	}
 	go func() {
 		defer close(now.done)
 		defer cancel()
@@ -159,6 +224,14 @@ func (r *reserved) join(ctx context.Context) error {
 	err := r.current.err
 	r.last, r.current = r.current, nil
 	return err
+}
+
+// joinOther waits for the evaluation in the background, unless it is of a step.
+func (r *reserved) joinOther(ctx context.Context, step uint64) error {
+	if r == nil || r.current == nil || r.current.step == step {
+		return nil
+	}
+	return r.join(ctx)
 }
 
 // result returns an evaluation that has ended, once each; nil without one. One that failed stays

@@ -107,3 +107,87 @@ func TestAStopCancelsTheEvaluation(t *testing.T) {
 		t.Errorf("evaluations: %v", got)
 	}
 }
+
+// A controller that starts again repeats the evaluation that was interrupted, with the version that
+// the reserved worker still has, and its gate fires at that step.
+func TestARestartRepeatsTheEvaluation(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	kept := w.startReserved()
+	req := guarded(t, w, "eval/reward >= 1", "stop")
+	req.Plan.Config.Eval.Workers = proto.Uint32(1)
+	s, stop := w.start()
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	await(t, s, "step 3", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
+	stop()
+	if len(w.stored.Evaluation) == 0 || len(w.evaluations()) != 1 {
+		t.Fatalf("stored %q, evaluations %v", w.stored.Evaluation, w.evaluations())
+	}
+	s, stop = w.start()
+	defer stop()
+	close(kept.hold)
+	p := driven(t, s, req)
+	fired := w.fired()
+	if len(fired) != 1 || fired[0].GetStep() != 2 || p.GetStep() > 4 || len(w.stored.Evaluation) != 0 {
+		t.Errorf("ended after step %d, the gate fired: %v, stored %q", p.GetStep(), fired, w.stored.Evaluation)
+	}
+	var steps []string
+	for _, e := range w.evaluations() {
+		steps = append(steps, e.GetKind()+" "+e.GetAttributes()["weights_version"])
+	}
+	if want := []string{"eval.finished 0", "eval.finished 2"}; !slices.Equal(steps, want) {
+		t.Errorf("evaluations %q, want %q", steps, want)
+	}
+}
+
+// A record of an evaluation that can't be read is ignored, and the run continues.
+func TestARestartIgnoresADamagedEvaluation(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	kept := w.startReserved()
+	req := guarded(t, w, "eval/reward >= 9", "stop")
+	req.Plan.Config.Eval.Workers = proto.Uint32(1)
+	s, stop := w.start()
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	await(t, s, "step 3", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
+	stop()
+	w.stored.Evaluation = []byte("damaged")
+	s, stop = w.start()
+	defer stop()
+	close(kept.hold)
+	driven(t, s, req)
+	if got := w.evaluations(); len(got) != 5 || got[1].GetStep() != 4 {
+		t.Errorf("evaluations: %v", got)
+	}
+}
+
+// A snapshot waits for the evaluation of an earlier step: a run that continues from it could not
+// make those weights again.
+func TestASnapshotWaitsForTheEvaluation(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	kept := w.startReserved()
+	s, stop := w.start()
+	defer stop()
+	req := w.request(t)
+	req.Plan.Config.Eval.Workers = proto.Uint32(1)
+	req.Plan.Config.Snapshot.EverySteps = proto.Uint64(3)
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	await(t, s, "evaluation that is waited for", func(p *learnerv1.Progress) bool {
+		return p.GetStep() == 3 && len(p.GetWaits()) == 1 && p.GetWaits()[0].GetEvidence() == "the reserved workers to end the evaluation of step 2"
+	})
+	if got := w.saved(); len(got) != 0 {
+		t.Errorf("snapshots: %v", got)
+	}
+	close(kept.hold)
+	finish(t, s)
+	if got := w.saved(); len(got) == 0 || got[0] != "3 " {
+		t.Errorf("snapshots: %v", got)
+	}
+}

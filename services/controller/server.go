@@ -51,7 +51,7 @@ func (s *Server) Run(ctx context.Context) error {
 	s.waiting = nil
 	for _, d := range active {
 		if _, ok := s.drives[d.Spec.GetRunId()]; !ok {
-			s.add(newDrive(s.cfg, s.deps, &Drive{Spec: d.Spec, Phase: preparing, Weights: d.Weights, Health: d.Health, Gates: d.Gates}))
+			s.add(newDrive(s.cfg, s.deps, &Drive{Spec: d.Spec, Phase: preparing, Weights: d.Weights, Health: d.Health, Gates: d.Gates, Evaluation: d.Evaluation}))
 		}
 	}
 	s.mu.Unlock()
@@ -124,7 +124,7 @@ func (s *Server) start(ctx context.Context, req *learnerv1.StartRunRequest) (*le
 		if known.GetIncarnation() == asked.GetIncarnation() && ended(before.Phase) && !again {                // a late repetition of a request whose run has ended
 			return &learnerv1.StartRunResponse{}, s.deps.Store.Admit(ctx, req.GetRunId(), asked)
 		}
-		d.Weights, d.Health, d.Gates = before.Weights, before.Health, before.Gates
+		d.Weights, d.Health, d.Gates, d.Evaluation = before.Weights, before.Health, before.Gates, before.Evaluation
 	}
 	if err := s.deps.Store.Save(ctx, d, req.GetFence()); err != nil {
 		return nil, err

@@ -211,6 +211,9 @@ type dueWork struct {
 // idempotent.
 func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error) {
 	if d.evaluates(step) {
+		if err := d.settle(ctx, step); err != nil { // before the workers get other weights
+			return true, err
+		}
 		metrics, err := d.evaluator.evaluate(ctx, step, false)
 		if err != nil {
 			return true, err
@@ -220,7 +223,7 @@ func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error)
 		}
 		done = true
 	}
-	if err := d.gates.observeReserved(ctx, d.evaluator.reserved.result()); err != nil {
+	if err := d.gates.observeReserved(ctx, d.evaluator.reserved); err != nil {
 		return done, err
 	}
 	names := d.gates.monitor.Snapshots(step)
@@ -228,6 +231,9 @@ func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error)
 		names = append([]string{periodic}, names...)
 	}
 	if len(names) > 0 {
+		if err := d.settle(ctx, step); err != nil {
+			return true, err
+		}
 		if err := d.snapshotter.take(ctx, step, names...); err != nil {
 			return true, err
 		}
@@ -235,6 +241,15 @@ func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error)
 	}
 	cut, err := d.snapshotter.cut(ctx, step)
 	return done || cut, err
+}
+
+// settle waits for the evaluation of an earlier step, and judges its result. A snapshot is not taken
+// before, because a run that continues from it cannot make the weights of that step again.
+func (d *dueWork) settle(ctx context.Context, step uint64) error {
+	if err := d.evaluator.reserved.joinOther(ctx, step); err != nil {
+		return err
+	}
+	return d.gates.observeReserved(ctx, d.evaluator.reserved)
 }
 
 // stepMetrics joins the learner's metrics of a step with the times that the controller measured.

@@ -58,13 +58,13 @@ func (s *Store) Save(ctx context.Context, d *controller.Drive, by *fencev1.Fence
 			return fmt.Errorf("save drive: %w", err)
 		}
 	}
-	health, gates := append([]byte{}, d.Health...), append([]byte{}, d.Gates...) // the columns are not NULL
+	health, gates, evaluation := append([]byte{}, d.Health...), append([]byte{}, d.Gates...), append([]byte{}, d.Evaluation...) // the columns are not NULL
 	err = s.db.Tx(ctx, func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, `INSERT INTO drive (run_id, incarnation, phase, step, active, spec, weights, health, gates) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
+		_, err := tx.ExecContext(ctx, `INSERT INTO drive (run_id, incarnation, phase, step, active, spec, weights, health, gates, evaluation) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
 		ON CONFLICT (run_id) DO UPDATE SET incarnation = excluded.incarnation, phase = excluded.phase, step = excluded.step,
 			active = excluded.active, spec = excluded.spec, weights = excluded.weights,
-			health = excluded.health, gates = excluded.gates`,
-			d.Spec.GetRunId(), d.Spec.GetFence().GetIncarnation(), int32(d.Phase), int64(d.Step), d.Active, spec, weights, health, gates)
+			health = excluded.health, gates = excluded.gates, evaluation = excluded.evaluation`,
+			d.Spec.GetRunId(), d.Spec.GetFence().GetIncarnation(), int32(d.Phase), int64(d.Step), d.Active, spec, weights, health, gates, evaluation)
 		if err != nil {
 			return err
 		}
@@ -76,7 +76,7 @@ func (s *Store) Save(ctx context.Context, d *controller.Drive, by *fencev1.Fence
 	return nil
 }
 
-const columns = `SELECT phase, step, active, incarnation, spec, weights, health, gates FROM drive `
+const columns = `SELECT phase, step, active, incarnation, spec, weights, health, gates, evaluation FROM drive `
 
 // Admit implements controller.Store.
 func (s *Store) Admit(ctx context.Context, run string, by *fencev1.Fence) error {
@@ -133,7 +133,7 @@ func read(scan sqldb.Scan) (*controller.Drive, error) {
 	var phase int32
 	var step, incarnation int64
 	var spec, weights []byte
-	if err := scan(&phase, &step, &d.Active, &incarnation, &spec, &weights, &d.Health, &d.Gates); err != nil {
+	if err := scan(&phase, &step, &d.Active, &incarnation, &spec, &weights, &d.Health, &d.Gates, &d.Evaluation); err != nil {
 		return nil, fmt.Errorf("read drive: %w", err)
 	}
 	d.Phase, d.Step = learnerv1.Phase(phase), uint64(step)

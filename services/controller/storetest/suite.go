@@ -29,7 +29,8 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 	equal := func(t *testing.T, got, want *controller.Drive) {
 		t.Helper()
 		if !proto.Equal(got.Spec, want.Spec) || !proto.Equal(got.Weights, want.Weights) || got.Phase != want.Phase ||
-			got.Step != want.Step || got.Active != want.Active || string(got.Health) != string(want.Health) || string(got.Gates) != string(want.Gates) {
+			got.Step != want.Step || got.Active != want.Active || string(got.Health) != string(want.Health) || string(got.Gates) != string(want.Gates) ||
+			string(got.Evaluation) != string(want.Evaluation) {
 			t.Fatalf("got %+v, want %+v", got, want)
 		}
 	}
@@ -44,6 +45,7 @@ func Run(t *testing.T, open func(t *testing.T) (store controller.Store, reopen f
 		first, second := drive("run-a", 1), drive("run-a", 2)
 		first.Health, second.Health = []byte(`{"step":6}`), []byte(`{"step":7}`)
 		first.Gates, second.Gates = []byte(`{"step":5}`), []byte(`{"step":6}`)
+		first.Evaluation, second.Evaluation = []byte(`{"step":4}`), []byte(`{"step":5}`)
 		second.Weights = &weightsv1.WeightsManifest{RunId: "run-a", Version: 7, Directory: "/w"}
 		for _, d := range []*controller.Drive{first, second} {
 			if err := save(t, store, d); err != nil {
