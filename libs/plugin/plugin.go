@@ -1,5 +1,5 @@
-// Package plugin is the Go SDK of rollout.plugin.v1: a program with rewards, environments, and
-// tools, which runs next to the workers of a run.
+// Package plugin is the Go SDK of rollout.plugin.v1: a program with rewards, environments, tools,
+// and data sources, which runs next to the workers of a run.
 //
 //	func main() { plugin.Main("1.0.0", plugin.Reward("short", short)) }
 //
@@ -27,11 +27,13 @@ import (
 // SchemaVersion is the version of rollout.plugin.v1 that this package speaks.
 const SchemaVersion = 1
 
-// Plugin is one plugin of a program; Reward, Tool, and Environment make one.
+// Plugin is one plugin of a program; Reward, Tool, Environment, Evaluation, and DataSource make
+// one.
 type Plugin struct {
 	info        *pluginv1.PluginInfo
 	reward      RewardFunc
 	tool        toolFunc
+	rows        RowsFunc
 	environment *episodes
 }
 
@@ -70,6 +72,15 @@ func Reward(name string, score RewardFunc) Plugin {
 // Evaluation returns an evaluation with this name. It scores answers like a reward.
 func Evaluation(name string, score RewardFunc) Plugin {
 	return Plugin{info: &pluginv1.PluginInfo{Kind: pluginv1.PluginKind_PLUGIN_KIND_EVALUATION, Name: name}, reward: score}
+}
+
+// RowsFunc returns at most limit rows of a split, JSON objects, from the index offset on. Fewer
+// than limit rows are the last ones. The same arguments must always return the same rows.
+type RowsFunc func(ctx context.Context, split string, offset uint64, limit int) ([]json.RawMessage, error)
+
+// DataSource returns a data source with this name.
+func DataSource(name string, rows RowsFunc) Plugin {
+	return Plugin{info: &pluginv1.PluginInfo{Kind: pluginv1.PluginKind_PLUGIN_KIND_DATA_SOURCE, Name: name}, rows: rows}
 }
 
 // ToolCall is a call of a tool by the policy. Task and Sample name its episode.

@@ -1,6 +1,7 @@
 package plugin
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"encoding/json"
@@ -123,6 +124,30 @@ func badScore(format string, values ...any) error {
 	return statusOf(&Error{
 		Reason: "REWARD_BAD_RESULT", Message: fmt.Sprintf(format, values...), Fix: "return one finite number for each sample, in order",
 	}, "")
+}
+
+func (s *server) ReadRows(ctx context.Context, request *pluginv1.ReadRowsRequest) (*pluginv1.ReadRowsResponse, error) {
+	plugin, err := s.find(pluginv1.PluginKind_PLUGIN_KIND_DATA_SOURCE, request.GetPlugin())
+	if err != nil {
+		return nil, err
+	}
+	limit := int(request.GetLimit())
+	rows, err := plugin.rows(ctx, request.GetSplit(), request.GetOffset(), limit)
+	if err != nil {
+		return nil, statusOf(err, "DATA_SOURCE_RAISED")
+	}
+	response := &pluginv1.ReadRowsResponse{End: len(rows) < limit}
+	for i, row := range rows {
+		if trimmed := bytes.TrimSpace(row); !json.Valid(trimmed) || trimmed[0] != '{' || i >= limit {
+			return nil, statusOf(&Error{
+				Reason:  "DATA_SOURCE_BAD_RESULT",
+				Message: fmt.Sprintf("row %d of `%s` is not a JSON object, or more than the %d rows asked for", request.GetOffset()+uint64(i)+1, plugin.info.GetName(), limit),
+				Fix:     "return at most `limit` JSON objects",
+			}, "")
+		}
+		response.RowsJson = append(response.RowsJson, row)
+	}
+	return response, nil
 }
 
 func (s *server) CallTool(ctx context.Context, request *pluginv1.CallToolRequest) (*pluginv1.CallToolResponse, error) {

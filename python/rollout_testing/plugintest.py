@@ -44,6 +44,12 @@ def one(sample):
                 "step_rewards": [{"start": 0, "end": 1, "reward": 0.25}]}
     return float(len(sample.prompt) + len(sample.completion))
 
+def numbers(split):
+    if split == "raise":
+        raise ValueError("no such split")
+    for number in range(5):
+        yield {"number": number}
+
 async def slow(samples):
     return [1.0 for _ in samples]
 
@@ -91,6 +97,7 @@ SOURCES = (
     ("evaluation", "plugins.py:slow"),
     ("tool", "plugins.py:add"),
     ("environment", "plugins.py:Echo"),
+    ("data_source", "plugins.py:numbers"),
 )
 
 Start = Callable[[Sequence[Source]], AbstractAsyncContextManager[Runner]]
@@ -210,6 +217,22 @@ async def a_tool_answers_each_call(runner: Runner) -> None:
     good, bad = (await runner.call("CallTool", pb.CallToolRequest(calls=calls), 60)).results
     assert (good.call_id, good.content, good.reason) == ("0", "3", "")
     assert (bad.call_id, bad.reason, bad.infrastructure) == ("1", "TOOL_RAISED", False) and "missing" in bad.content
+
+
+@case
+async def rows_are_read_by_index(runner: Runner) -> None:
+    async def read(offset: int, limit: int, split: str = "train") -> tuple[list[int], bool]:
+        request = pb.ReadRowsRequest(plugin="numbers", split=split, offset=offset, limit=limit)
+        answer = await runner.call("ReadRows", request, 60)
+        return [json.loads(row)["number"] for row in answer.rows_json], answer.end
+
+    assert await read(0, 3) == ([0, 1, 2], False)
+    assert await read(3, 3) == ([3, 4], True)
+    assert await read(1, 2) == ([1, 2], False), "an earlier index again"
+    assert await read(4, 9) == ([4], True) and await read(9, 2) == ([], True)
+    with pytest.raises(RolloutError) as raised:
+        await read(0, 1, "raise")
+    assert raised.value.reason == "DATA_SOURCE_RAISED" and "no such split" in raised.value.message
 
 
 @case

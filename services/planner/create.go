@@ -47,7 +47,7 @@ type checks struct {
 func (s *Server) checks(reading *config.Reading, baseDir string, pinned []*planv1.Input) *checks {
 	cfg := reading.Config
 	found := findings{keys: reading, problems: &reading.Problems, warnings: &problem.List{}}
-	files := &files{findings: found, baseDir: baseDir, made: s.inputs, models: map[string]fetched{}}
+	files := &files{findings: found, baseDir: baseDir, made: s.inputs, models: map[string]fetched{}, plugins: map[string]*planv1.PluginPackage{}}
 	data := &dataCheck{config: cfg, findings: found, files: files, pinned: map[*input.Dataset]*planv1.Input{}}
 	return &checks{
 		Reading: reading, findings: found, files: files, prober: s.prober, data: data,
@@ -101,7 +101,7 @@ func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
 	slices.SortFunc(c.files.inputs, func(a, b *planv1.Input) int {
 		return cmp.Or(cmp.Compare(a.GetRole(), b.GetRole()), strings.Compare(a.GetPath(), b.GetPath()))
 	})
-	plan := &planv1.Plan{Format: planformat.Format, Config: c.Config, Inputs: c.files.inputs, Packages: versions, Tools: c.episodes.tools, SavesEpisodes: c.episodes.saves}
+	plan := &planv1.Plan{Format: planformat.Format, Config: c.Config, Inputs: c.files.inputs, Packages: versions, Tools: c.episodes.tools, SavesEpisodes: c.episodes.saves, Plugins: c.files.packages()}
 	data, err := lock.Write(plan)
 	return plan, data, err
 }

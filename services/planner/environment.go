@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"regexp"
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
@@ -12,6 +13,7 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/probe"
+	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
 const environmentPath, environmentArgs, environmentPython = "environment.path", "environment.args", "environment.python"
@@ -37,7 +39,12 @@ func (d *environmentCheck) read() {
 	if python := d.config.GetPython(); python != "" && d.findings.Readable(environmentPython) {
 		d.files.exists(environmentPython, python, false)
 	}
-	if path := d.config.GetPath(); path != "" && d.findings.Readable(environmentPath) {
+	path := d.config.GetPath()
+	if isInstalled(path) && d.config.GetPython() != "" {
+		d.findings.report(environmentPython, problem.Conflict, fmt.Sprintf("`environment.python` has another interpreter than the package of `%s`", path),
+			"remove it: packages with plugins are installed in the Python of the workers; or name a file of the environment")
+	}
+	if path != "" && !isInstalled(path) && d.findings.Readable(environmentPath) {
 		d.files.exists(environmentPath, pluginFile(path), false)
 	}
 }
@@ -48,7 +55,7 @@ func (d *environmentCheck) request(rows *input.Dataset) *probe.Environment {
 	if path == "" && !d.ours() || !d.findings.Readable(environmentPath) || !d.findings.Readable(environmentArgs) || rows == nil || len(rows.First) == 0 {
 		return nil
 	}
-	if path != "" && !isFile(d.files.resolve(pluginFile(path))) || python != "" && !isFile(d.files.resolve(python)) {
+	if isInstalled(path) && python != "" || path != "" && !isInstalled(path) && !isFile(d.files.resolve(pluginFile(path))) || python != "" && !isFile(d.files.resolve(python)) {
 		return nil // reported already
 	}
 	if python != "" {
@@ -87,6 +94,7 @@ func (d *environmentCheck) answer(answer *probe.Answer, err error, pythonWorks b
 				Server: tool.Server, Name: tool.Name, Description: tool.Description, ParametersJson: tool.Parameters, Digest: tool.Digest,
 			})
 		}
+		d.files.install(answer.Environment.Plugins)
 		for _, file := range answer.Environment.Files {
 			d.files.add(&planv1.Input{
 				Role: planv1.InputRole_INPUT_ROLE_ENVIRONMENT, Path: input.Relative(d.files.baseDir, file, name),
@@ -100,6 +108,17 @@ func pluginFile(plugin string) string {
 	file, _, _ := strings.Cut(plugin, ":")
 	return file
 }
+
+// isInstalled reports whether a plugin is of an installed package, `DISTRIBUTION:NAME`.
+func isInstalled(plugin string) bool {
+	file := pluginFile(plugin)
+	return isPlugin(plugin) && !strings.HasSuffix(file, ".py") && !strings.HasSuffix(file, ".toml")
+}
+
+var pluginForm = regexp.MustCompile(`^([^:]+\.(py|toml)|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?):[A-Za-z_][A-Za-z0-9_]*$`)
+
+// isPlugin reports whether a text has the form of a plugin.
+func isPlugin(text string) bool { return pluginForm.MatchString(text) }
 
 // isManifest reports whether a plugin is named by the manifest of a sidecar.
 func isManifest(plugin string) bool { return strings.HasSuffix(pluginFile(plugin), ".toml") }

@@ -3,9 +3,11 @@ package planner
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/nearest"
@@ -20,9 +22,10 @@ import (
 type files struct {
 	findings findings
 	baseDir  string
-	made     planformat.Inputs  // the planner's folder of inputs
-	models   map[string]fetched // models of the hub by their path; without a folder: a problem was reported
-	inputs   []*planv1.Input    // of the plan
+	made     planformat.Inputs                // the planner's folder of inputs
+	models   map[string]fetched               // models of the hub by their path; without a folder: a problem was reported
+	inputs   []*planv1.Input                  // of the plan
+	plugins  map[string]*planv1.PluginPackage // of the plan, by name
 }
 
 // resolve is the file or folder of a path in the configuration.
@@ -38,6 +41,29 @@ func (f *files) locate(in *planv1.Input) string { return f.made.Locate(f.baseDir
 
 // add adds a file to the inputs of the plan.
 func (f *files) add(in *planv1.Input) { f.inputs = append(f.inputs, in) }
+
+// install adds installed packages with plugins to the plan.
+func (f *files) install(packages []probe.Package) {
+	for _, found := range packages {
+		pinned := f.plugins[found.Name]
+		if pinned == nil {
+			pinned = &planv1.PluginPackage{Name: found.Name, Version: found.Version, Digest: found.Digest}
+			f.plugins[found.Name] = pinned
+		}
+		if at, has := slices.BinarySearch(pinned.GetKinds(), found.Kind); !has {
+			pinned.Kinds = slices.Insert(pinned.Kinds, at, found.Kind)
+		}
+	}
+}
+
+// packages are the installed packages of the plan, by name.
+func (f *files) packages() []*planv1.PluginPackage {
+	var out []*planv1.PluginPackage
+	for _, name := range slices.Sorted(maps.Keys(f.plugins)) {
+		out = append(out, f.plugins[name])
+	}
+	return out
+}
 
 // pin adds the files of a model to the inputs of the plan and returns them. They get their digests
 // later.

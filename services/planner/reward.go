@@ -42,7 +42,7 @@ func (d *rewardCheck) read(trained *input.Model) {
 			d.readScoringModel(part, trained)
 		}
 		if field := part.Field + ".plugin"; part.Plugin != "" && d.findings.Readable(field) {
-			if d.files.exists(field, pluginFile(part.Plugin), false) && part.Sandbox && isManifest(part.Plugin) {
+			if !isInstalled(part.Plugin) && d.files.exists(field, pluginFile(part.Plugin), false) && part.Sandbox && isManifest(part.Plugin) {
 				d.findings.report(field, problem.Conflict, fmt.Sprintf("the sidecar %s can't run in the sandbox", part.Plugin),
 					"write `sandbox = false` for it, or start the sidecar in a container and name its `address` in the manifest")
 			}
@@ -97,7 +97,7 @@ func (d *rewardCheck) calls(rows scoredRows, trained *input.Model) []*dryCall {
 		field := part.Field + ".expression"
 		if part.Expression == "" {
 			field = part.Field + ".plugin"
-			if part.Plugin == "" || !isFile(d.files.resolve(pluginFile(part.Plugin))) || part.Sandbox && isManifest(part.Plugin) {
+			if part.Plugin == "" || !isInstalled(part.Plugin) && !isFile(d.files.resolve(pluginFile(part.Plugin))) || part.Sandbox && isManifest(part.Plugin) {
 				continue // reported already
 			}
 		} else {
@@ -161,6 +161,7 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 			"use [algorithm.ppo], [algorithm.reinforce_pp], or [algorithm.grpo], or return one number per sample")
 		return
 	}
+	d.files.install(call.answer.Reward.Plugins)
 	for _, file := range call.answer.Reward.Files {
 		d.files.add(&planv1.Input{
 			Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: input.Relative(d.files.baseDir, file, call.part.Plugin),

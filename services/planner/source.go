@@ -184,10 +184,14 @@ func renames(data *configv1.DataConfig, mix *configv1.DataSourceConfig) map[stri
 // converted are the endings of files that Python converts; any other file is JSON Lines.
 var converted = []string{".parquet", ".csv", ".tsv", ".arrow", ".feather", ".gz"}
 
-// converted reports whether a path names rows that are not one JSON Lines file.
+// converted reports whether a path names rows that are not one JSON Lines file: Python reads them,
+// or a data source makes them.
 func (f *files) converted(path string) bool {
 	if path == "" {
 		return false
+	}
+	if isPlugin(path) {
+		return true
 	}
 	info, err := os.Stat(input.Resolve(f.baseDir, path))
 	if err != nil {
@@ -247,6 +251,7 @@ func (d *sourceCheck) rowsAnswer(field, output string, answer probe.DataAnswer) 
 	if err != nil {
 		return err
 	}
+	d.files.install(answer.Plugins)
 	rows := preparedRows{file: d.files.made.Rows(digest)}
 	for _, from := range answer.Sources {
 		source := &planv1.Source{

@@ -47,8 +47,12 @@ func (s *Server) verify(ctx context.Context, request *planv1.VerifyPlanRequest) 
 	}
 	var answer *probe.Answer
 	var probeErr error
-	if len(plan.GetPackages()) > 0 {
-		answer, probeErr = s.prober.Ask(ctx, probe.Request{Packages: slices.Sorted(maps.Keys(plan.GetPackages()))})
+	if len(plan.GetPackages())+len(plan.GetPlugins()) > 0 {
+		request := probe.Request{Packages: slices.Sorted(maps.Keys(plan.GetPackages()))}
+		for _, pinned := range plan.GetPlugins() {
+			request.Plugins = append(request.Plugins, pinned.GetName())
+		}
+		answer, probeErr = s.prober.Ask(ctx, request)
 	}
 	if err := group.Wait(); err != nil {
 		return nil, err
@@ -62,6 +66,7 @@ func (s *Server) verify(ctx context.Context, request *planv1.VerifyPlanRequest) 
 		problems = append(problems, probeProblem(probeErr))
 	} else if answer != nil {
 		problems = append(problems, packageProblems(plan, answer, request.GetFile())...)
+		problems = append(problems, pluginProblems(plan, answer, request.GetFile())...)
 	}
 	response := &planv1.VerifyPlanResponse{Problems: problems, Plan: plan}
 	if slices.ContainsFunc(inputs, planformat.Made) {
@@ -161,6 +166,34 @@ func packageProblems(plan *planv1.Plan, answer *probe.Answer, file string) []*pl
 				Fix:     fmt.Sprintf("install %s==%s, or create the plan again with `rollout plan`", name, want),
 			})
 		}
+	}
+	return out
+}
+
+// pluginProblems compares the installed packages of plugins with those of a plan. A package of data
+// sources alone is not compared: the rows have their digest.
+func pluginProblems(plan *planv1.Plan, answer *probe.Answer, file string) []*planv1.Problem {
+	var out []*planv1.Problem
+	for _, want := range plan.GetPlugins() {
+		if slices.Equal(want.GetKinds(), []string{"data_source"}) {
+			continue
+		}
+		got := answer.Plugins[want.GetName()]
+		p := &planv1.Problem{
+			Reason: problem.PluginChanged, File: file, Field: "plugins." + want.GetName(),
+			Fix: fmt.Sprintf("install %s==%s, or create the plan again with `rollout plan`", want.GetName(), want.GetVersion()),
+		}
+		switch {
+		case got == nil:
+			p.Message = fmt.Sprintf("the plan has plugins of %s %s, which is not installed", want.GetName(), want.GetVersion())
+		case got.Version != want.GetVersion():
+			p.Message = fmt.Sprintf("the plan has plugins of %s %s, but %s is installed", want.GetName(), want.GetVersion(), got.Version)
+		case got.Digest != want.GetDigest():
+			p.Message = fmt.Sprintf("the files of %s %s changed since the plan was made: %s became %s", want.GetName(), want.GetVersion(), want.GetDigest()[:15], got.Digest[:15])
+		default:
+			continue
+		}
+		out = append(out, p)
 	}
 	return out
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"math"
 	"os"
 	"strconv"
@@ -29,6 +30,16 @@ func main() {
 			func(_ context.Context, _ plugin.ToolCall, numbers struct{ A, B int }) (string, error) {
 				return strconv.Itoa(numbers.A + numbers.B), nil
 			}),
+		plugin.DataSource("numbers", func(_ context.Context, split string, offset uint64, limit int) ([]json.RawMessage, error) {
+			if split == "raise" {
+				return nil, errors.New("no such split")
+			}
+			var rows []json.RawMessage
+			for number := offset; number < 5 && len(rows) < limit; number++ {
+				rows = append(rows, json.RawMessage(fmt.Sprintf(`{"number": %d}`, number)))
+			}
+			return rows, nil
+		}),
 		plugin.Environment("Echo", func(json.RawMessage) (plugin.Episode, error) { return &echo{}, nil }),
 	)
 }

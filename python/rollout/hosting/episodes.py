@@ -35,7 +35,7 @@ class EnvironmentFailed(RolloutError):
 def load_environment(plugin: str, base_dir: str | os.PathLike[str] = ".", args: Mapping[str, Any] | None = None) -> Checked:
     """Construct ``file.py:Class`` with ``args``. Raises :class:`EnvironmentImport`."""
     try:
-        made = load_object(plugin, base_dir)
+        made = load_object(plugin, base_dir, kind="environment")
     except RewardImportError as error:
         raise EnvironmentImport(
             error.message.replace("no function", "no class"), fix=_fix(error, plugin), place=error.place

@@ -12,11 +12,13 @@ from rollout.environment import Refusal, Result, Turn
 from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.answers import EnvironmentBadResult, answers_of, observation_of, starts_of
+from rollout.hosting.rows import RowsBadResult
 from rollout.plugin.result import OWN, flaw
 from rollout.plugin.score import RewardShapeError
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 _ITEMS = {"ResetEnvironment": "tasks", "StepEnvironment": "turns", "CallTool": "calls"}
+_ROWS = "return at most `limit` JSON objects"
 _FIX = "return one item for each of the request, in order"
 
 
@@ -61,7 +63,7 @@ def _split_groups(request: pb.RewardRequest, most: int) -> list[pb.RewardRequest
 def checked(name: str, method: str, request: Any, answer: Any) -> Any:
     """The answer, if it fits the request. name: of the plugin. A wrong item of an environment
     becomes a failure of its episode. Raises ``RewardShapeError``, ``EnvironmentBadResult``,
-    ``ToolBadResult``."""
+    ``ToolBadResult``, ``RowsBadResult``."""
     match method:
         case "Reward" | "Evaluate":
             samples = [sample for group in request.groups for sample in group.samples]
@@ -71,6 +73,8 @@ def checked(name: str, method: str, request: Any, answer: Any) -> Any:
             starts_of([wire.task_from(task) for task in request.tasks], starts, name.strip("`"))
         case "StepEnvironment":
             return _answers(name, request, answer)
+        case "ReadRows":
+            _check_rows(name, request, answer)
         case "CallTool":
             _check_results(name, request.calls, answer.results)
     return answer
@@ -101,6 +105,20 @@ def _check_scores(name: str, samples: Sequence[pb.RewardSample], scores: Sequenc
                     fix="return steps in ascending order, without overlap, within the completion",
                 )
             at = step.end
+
+
+def _check_rows(name: str, request: pb.ReadRowsRequest, answer: pb.ReadRowsResponse) -> None:
+    if len(answer.rows_json) > request.limit:
+        raise RowsBadResult(f"{name} returned {len(answer.rows_json)} rows, more than the {request.limit} asked for", fix=_ROWS)
+    if not answer.rows_json and not answer.end:
+        raise RowsBadResult(f"{name} returned no rows, and not that no row follows", fix="set `end` in the response")
+    for number, row in enumerate(answer.rows_json, request.offset + 1):
+        try:
+            fields: Any = json.loads(row)
+        except ValueError as error:
+            raise RowsBadResult(f"row {number} of {name} is not JSON: {error}", fix=_ROWS) from error
+        if not isinstance(fields, dict):
+            raise RowsBadResult(f"row {number} of {name} is not a JSON object", fix=_ROWS)
 
 
 def _start(name: str, start: pb.EnvironmentStart) -> Any:

@@ -3,10 +3,12 @@ plugin call a ``Host``."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
@@ -14,6 +16,7 @@ from google.protobuf.message import Message
 from rollout.hosting import wire
 from rollout.hosting.answers import state_of
 from rollout.hosting.episodes import Checked, load_environment
+from rollout.hosting.rows import Rows, load_rows
 from rollout.hosting.wire import PluginSchema, PluginUnknown, PluginUnsupported
 from rollout.plugin.calling import call_reward, call_reward_async
 from rollout.plugin.loading import load_object, load_reward, split_plugin
@@ -23,14 +26,16 @@ from rollout.plugin.v1 import plugin_pb2 as pb
 
 Source = Mapping[str, str]
 """``{"kind": "reward", "plugin": "file.py:name", "base_dir": "/..."}`` or
-``{"expression": "..."}``. kind: also ``environment``, ``tool``, ``evaluation``; a reward if it is
-missing. args: of an environment, a JSON object."""
+``{"expression": "..."}``. plugin: also ``DISTRIBUTION:NAME`` of an installed package. kind: also
+``environment``, ``tool``, ``evaluation``, ``data_source``; a reward if it is missing. args: of an
+environment, a JSON object."""
 NO_DEADLINE = 1e9
 KINDS = {
     "reward": pb.PLUGIN_KIND_REWARD,
     "environment": pb.PLUGIN_KIND_ENVIRONMENT,
     "tool": pb.PLUGIN_KIND_TOOL,
     "evaluation": pb.PLUGIN_KIND_EVALUATION,
+    "data_source": pb.PLUGIN_KIND_DATA_SOURCE,
 }
 RESPONSES: dict[str, type[Message]] = {
     "Handshake": pb.HandshakeResponse,
@@ -42,6 +47,7 @@ RESPONSES: dict[str, type[Message]] = {
     "LoadEnvironment": pb.LoadEnvironmentResponse,
     "CallTool": pb.CallToolResponse,
     "Evaluate": pb.EvaluateResponse,
+    "ReadRows": pb.ReadRowsResponse,
 }
 """The methods of PluginService and their responses. The request types are derived from the names
 (``request_type``)."""
@@ -77,6 +83,8 @@ class Host:
                 scores = await self._score(self._find("evaluation", request.plugin), request)
                 mean = sum(score.reward for score in scores) / len(scores)
                 return pb.EvaluateResponse(scores=wire.scores_to(scores), metrics={"score": mean})
+            case "ReadRows":
+                return await self._read_rows(request)
             case "CallTool":
                 return pb.CallToolResponse(results=[await self._call_tool(call) for call in request.calls])
             case _:
@@ -114,6 +122,15 @@ class Host:
         if self._executor is None and not inspect.iscoroutinefunction(function):
             return call_reward(function, samples)
         return await call_reward_async(function, samples, timeout_seconds=NO_DEADLINE, executor=self._executor)
+
+    async def _read_rows(self, request: pb.ReadRowsRequest) -> pb.ReadRowsResponse:
+        source: Rows = self._find("data_source", request.plugin)
+        if self._executor is None:
+            rows, end = source.read(request.split, request.offset, request.limit)
+        else:
+            work = partial(source.read, request.split, request.offset, request.limit)
+            rows, end = await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return pb.ReadRowsResponse(rows_json=rows, end=end)
 
     async def _call_tool(self, call: pb.ToolCall) -> pb.ToolResult:
         function = self._find("tool", call.tool)
@@ -171,7 +188,9 @@ def _load(source: Source) -> tuple[tuple[str, str], Any]:
     plugin, base_dir = source["plugin"], source.get("base_dir", ".")
     name = split_plugin(plugin)[1]
     if kind in ("reward", "evaluation"):
-        return (kind, name), load_reward(plugin, base_dir)
+        return (kind, name), load_reward(plugin, base_dir, kind=kind)
     if kind == "environment":
         return (kind, name), load_environment(plugin, base_dir, json.loads(source.get("args") or "{}"))
-    return (kind, name), load_object(plugin, base_dir)
+    if kind == "data_source":
+        return (kind, name), load_rows(plugin, base_dir)
+    return (kind, name), load_object(plugin, base_dir, kind=kind)

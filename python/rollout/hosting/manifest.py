@@ -23,7 +23,7 @@ from typing import Any, ClassVar, cast
 
 from rollout.errors import Place, RolloutError
 
-KINDS = ("reward", "environment", "tool", "evaluation")
+KINDS = ("reward", "environment", "tool", "evaluation", "data_source")
 MEMORY_BYTES = 2 << 30
 """Memory of a sidecar's process after which it is replaced, without ``memory_bytes``."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")

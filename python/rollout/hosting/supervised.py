@@ -27,7 +27,7 @@ from rollout.plugin.v1 import plugin_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-_PURE = ("Reward", "Evaluate", "Handshake")
+_PURE = ("Reward", "Evaluate", "ReadRows", "Handshake")
 """Methods without side effects: a call that its process did not survive is repeated."""
 _TRIES = 3
 """How many processes one call of these may end."""

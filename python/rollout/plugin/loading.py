@@ -14,27 +14,34 @@ from types import ModuleType
 from typing import Any, cast
 
 from rollout.errors import Place
+from rollout.plugin.installed import EntryPointInvalid, PluginNotInstalled, is_installed, load_installed
 from rollout.plugin.place import definition, last_frame, missing_module, one_line
 from rollout.plugin.score import RewardFunction, RewardImportError
 
 
 def split_plugin(plugin: str) -> tuple[str, str]:
-    """Split ``file.py:function``. Raises :class:`RewardImportError`."""
+    """Split ``file.py:function``, or ``DISTRIBUTION:NAME``. Raises :class:`RewardImportError`."""
     file, colon, name = plugin.rpartition(":")
     if not colon or not file or not name.isidentifier():
         raise RewardImportError(f"`{plugin}` has no function name", fix="write it as `file.py:function`")
     return file, name
 
 
-def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFunction:
-    """Import ``file.py:function`` relative to ``base_dir`` and return the function. Raises
+def folder_of_file(plugin: str, base_dir: str | os.PathLike[str]) -> Path:
+    """The folder of ``file.py:NAME`` or ``plugin.toml:NAME``."""
+    return Path(os.path.abspath(os.path.join(base_dir, split_plugin(plugin)[0]))).parent
+
+
+def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".", *, kind: str = "reward") -> RewardFunction:
+    """Import ``file.py:function`` relative to ``base_dir``, or ``DISTRIBUTION:NAME`` of an
+    installed package, and return the function. kind: of the plugin. Raises
     :class:`RewardImportError`.
 
     The module's name is a hash of its path and content, so a changed file is a new module. Its
     folder is first in ``sys.path`` during the import and last afterwards. So the module can import
     files next to it, and does not hide installed packages from other modules.
     """
-    function, name = _load(plugin, base_dir)
+    function, name = _load(plugin, base_dir, kind)
     try:
         inspect.signature(function).bind([])
     except TypeError:
@@ -48,14 +55,21 @@ def load_reward(plugin: str, base_dir: str | os.PathLike[str] = ".") -> RewardFu
     return cast(RewardFunction, function)
 
 
-def load_object(plugin: str, base_dir: str | os.PathLike[str] = ".") -> Any:
-    """Import ``file.py:name`` like :func:`load_reward`, for a tool or an environment, whose
-    arguments are not checked."""
-    return _load(plugin, base_dir)[0]
+def load_object(plugin: str, base_dir: str | os.PathLike[str] = ".", *, kind: str = "") -> Any:
+    """Import ``file.py:name`` like :func:`load_reward`, for plugins whose arguments are not
+    checked."""
+    return _load(plugin, base_dir, kind)[0]
 
 
-def _load(plugin: str, base_dir: str | os.PathLike[str]) -> tuple[Any, str]:
+def _load(plugin: str, base_dir: str | os.PathLike[str], kind: str) -> tuple[Any, str]:
     file, name = split_plugin(plugin)
+    if is_installed(plugin):
+        try:
+            return load_installed(plugin, kind), name
+        except (PluginNotInstalled, EntryPointInvalid) as error:
+            raised = RewardImportError(error.message, fix=error.fix)
+            raised.__dict__["reason"] = error.reason
+            raise raised from error
     path = Path(os.path.abspath(os.path.join(base_dir, file)))
     module = _import(path, file)
     function = getattr(module, name, None)

@@ -22,14 +22,17 @@ Request (each part is optional)::
                  "timeout_seconds": 60.0, "prompt": "..."},
      "environment": {"plugin": "guess.py:Guess" (or "kind": "gymnasium"), "base_dir": "/...", "args": "{}",
                      "timeout_seconds": 120.0, "rows": [{...}]},
+     "plugins": ["acme-rewards", ...],
      "wandb_key": true}
 
 Answer::
 
     {"data": [(see rollout.source.prepare) | {"error": ..., "source": "math"}],
      "models": [{"folder": "/...", "revision": "e53f048..."} | {"error": ...}],
+     "plugins": {"acme-rewards": {"name", "version", "digest"}, "absent": null},
      "python": "3.11.7", "packages": {"torch": "2.15.0", "absent": null},
-     "reward": {"scores": [{"reward": 1.0, "metrics": {}}], "parts": false, "files": ["/.../reward.py"], "seconds": 0.1}
+     "reward": {"scores": [{"reward": 1.0, "metrics": {}}], "parts": false, "files": ["/.../reward.py"],
+                "plugins": [{"name": "acme-rewards", "version": "1.0", "digest": "sha256-...", "kind": "reward"}], "seconds": 0.1}
                | {"error": ...},
      "tokenizer": {"files": [{"longest": 12, "rows": 9500, "over": 2, "examples": [{"row": 7, "tokens": 2101}], "empty": [],
                               "drop": [], "cut": 0, "unknown": 1, "strange": [{"row": 3, "text": "é", "field": "prompt"}]}]}
@@ -51,10 +54,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import cast
 
 from rollout.errors import Place, RolloutError
+from rollout.plugin.installed import PluginNotInstalled, package_of
 from rollout.probe.environment import has_wandb_key, versions
 from rollout.probe.prompts import measure
 from rollout.probe.reward import dry_call
@@ -86,8 +91,12 @@ def main() -> None:
 
     body: Json = {"python": platform.python_version(), "packages": versions(request.get("packages", []))}
     if "data" in request or "models" in request:
-        body["data"] = [guarded(partial(prepare, one)) for one in cast("list[Json]", request.get("data") or [])]
+        from rollout.probe import rows  # numpy takes a while to import
+
+        body["data"] = [guarded(partial(prepare, one, rows)) for one in cast("list[Json]", request.get("data") or [])]
         body["models"] = [guarded(partial(hub.download, one)) for one in cast("list[Json]", request.get("models") or [])]
+    if "plugins" in request:
+        body["plugins"] = {name: _package(name) for name in request["plugins"]}
     if request.get("wandb_key"):
         body["wandb_key"] = has_wandb_key()
     if "tokenizer" in request:
@@ -105,6 +114,13 @@ def main() -> None:
     reply(body)
     sys.stdout.flush()
     os._exit(0)  # do not wait for threads of the user's code
+
+
+def _package(name: str) -> Json | None:
+    try:
+        return asdict(package_of(name))
+    except PluginNotInstalled:
+        return None
 
 
 def guarded(part: Callable[[], Json]) -> Json:

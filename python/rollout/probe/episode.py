@@ -21,9 +21,10 @@ from rollout.hosting.episodes import Checked, load_environment
 from rollout.hosting.manifest import is_manifest
 from rollout.hosting.wire import EnvironmentTimeout
 from rollout.plugin import split_plugin
-from rollout.plugin.loading import load_object
+from rollout.plugin.installed import is_installed
+from rollout.plugin.loading import folder_of_file, load_object
 from rollout.plugin.schema import function_schema
-from rollout.probe.reward import local_files, watchdog
+from rollout.probe.reward import local_files, packages_of, watchdog
 from rollout.probe.sidecars import sidecar_episode, sidecar_tool
 from rollout.probe.tokenizer import Json
 from rollout.sandbox import Sandbox
@@ -43,7 +44,9 @@ def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began
     loaded = source(request.get("kind", ""), path, users, request.get("args") or "{}")
     limit = float(request["timeout_seconds"])
     file, name = split_plugin(loaded["plugin"])
-    folders = {Path(users), Path(os.path.abspath(os.path.join(users, split_plugin(path)[0]))).parent} if path else set[Path]()
+    folders = set[Path]()
+    if path:
+        folders = {Path(users)} if is_installed(path) else {Path(users), folder_of_file(path, users)}
     began()
     start = time.monotonic()
     watch = watchdog(hung, folders, limit, EnvironmentTimeout, "make it faster or raise `environment.turn_timeout_seconds`")
@@ -56,6 +59,7 @@ def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began
     asyncio.run(_play(environment, tasks, watch))
     return {
         "files": local_files(folders) if path else [],
+        "plugins": packages_of([path], "environment") if path else [],
         "name": name,
         "seconds": time.monotonic() - start,
         "saves_episodes": environment.saves_episodes,
@@ -66,7 +70,7 @@ def _dry_tools(request: Json, began: Callable[[], None]) -> Json:
     """Import the tools, and describe them as to the policy."""
     base_dir = request["base_dir"]
     files, ours = named_tools(json.loads(request.get("args") or "{}"))
-    folders = {Path(base_dir)} | {Path(os.path.abspath(os.path.join(base_dir, split_plugin(file)[0]))).parent for file in files}
+    folders = {Path(base_dir)} | {folder_of_file(file, base_dir) for file in files if not is_installed(file)}
     began()
     start = time.monotonic()
     pinned: list[str] = []
@@ -74,13 +78,13 @@ def _dry_tools(request: Json, began: Callable[[], None]) -> Json:
         if is_manifest(file):
             pinned += asyncio.run(sidecar_tool(file, base_dir))
         else:
-            function_schema(load_object(file, base_dir))
+            function_schema(load_object(file, base_dir, kind="tool"))
     if "search" in ours:
         Search(os.path.join(str(base_dir), str(json.loads(request["args"])["search"])), 0.0)
     if set(ours) & set(BOXED) and (error := Sandbox.probe().error):
         raise error
     found = sorted({*pinned, *(local_files(folders) if files else [])})
-    return {"files": found, "name": "tools", "seconds": time.monotonic() - start}
+    return {"files": found, "plugins": packages_of(files, "tool"), "name": "tools", "seconds": time.monotonic() - start}
 
 
 async def _dry_servers(request: Json, began: Callable[[], None]) -> Json:

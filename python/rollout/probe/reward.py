@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from rollout.hosting.child import START_SECONDS, exhausted
 from rollout.hosting.manifest import is_manifest
 from rollout.hosting.wire import PluginError, with_reason
 from rollout.plugin import RewardError, RewardFunction, RewardTimeout, Sample, call_reward, load_reward, split_plugin
+from rollout.plugin.installed import is_installed, package
 from rollout.probe.tokenizer import BadModel, Json, tokenizer_of
 from rollout.sandbox import Sandboxes
 
@@ -55,7 +57,8 @@ def _call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[
         return asyncio.run(sidecar_call(request, samples_of, began))
     limit = float(request["timeout_seconds"])
     folders = {Path(base_dir)}
-    if not expression:
+    named = not expression and is_installed(plugin)
+    if not expression and not named:
         folders.add(Path(os.path.abspath(os.path.join(base_dir, split_plugin(plugin)[0]))).parent)
     watch = watchdog(hung, folders, limit, RewardTimeout, "make it faster or raise `reward.timeout_seconds`")
     model = request.get("model", "")
@@ -83,6 +86,7 @@ def _call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[
         "scores": [{"reward": score.reward, "metrics": dict(score.metrics)} for score in scores],
         "parts": any(score.token_rewards or score.steps for score in scores),
         "files": [] if expression else local_files(folders),
+        "plugins": packages_of([plugin], "reward") if named else [],
         "seconds": time.monotonic() - start,
     }
 
@@ -204,6 +208,12 @@ def last_of(frames: traceback.StackSummary, folders: set[Path]) -> Place | None:
 def _indent(filename: str, number: int | None) -> int:
     line = linecache.getline(filename, number or 0)
     return len(line) - len(line.lstrip())
+
+
+def packages_of(plugins: list[str], kind: str) -> list[Json]:
+    """The installed packages of plugins of a kind, as a plan pins them. Raises
+    ``PluginNotInstalled``."""
+    return [asdict(package(plugin, kind)) | {"kind": kind} for plugin in plugins if is_installed(plugin)]
 
 
 def local_files(folders: set[Path]) -> list[str]:

@@ -22,13 +22,33 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollout.source import files, hub, mixture
 from rollout.source.errors import BadSource, SourceError, SourceRefused
 from rollout.source.formats import ending_of, read_file, to_json
 
 Json = dict[str, Any]
+
+
+class Plugins(Protocol):
+    """Data sources, which are plugins; ``rollout.probe.rows`` is one."""
+
+    def is_plugin(self, path: str) -> bool:
+        """Whether a path of the configuration names a data source, not files."""
+        ...
+
+    def rows_of(self, plugin: str, base_dir: str, split: str) -> Iterator[bytes]:
+        """The rows of a split, each JSON. Raises :class:`SourceError`."""
+        ...
+
+    def files_of(self, plugin: str, base_dir: str) -> list[str]:
+        """The files that a plan pins, after the rows were read."""
+        ...
+
+    def package_of_source(self, plugin: str) -> Json | None:
+        """The package of an installed one, as a plan pins it; None of others."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +77,26 @@ class Source:
 
 @dataclass(slots=True)
 class Opened:
-    """A source that can be read. commit: of the hub. files, split: see :class:`files.Found`."""
+    """A source that can be read. commit: of the hub. files, split: see :class:`files.Found`.
+    plugins, base_dir: of a data source; its path starts there."""
 
     source: Source
     files: list[str]
     split: str
     commit: str = ""
+    plugins: Plugins | None = None
+    base_dir: str = ""
 
     def rows(self) -> Iterator[bytes]:
         """The rows, with renamed fields. Raises :class:`SourceError`."""
         if self.commit:
             rows = hub.rows(self.source.path, self.commit, self.source.subset, self.source.split)
             yield from self._shaped(rows, self.source.path, texts=False)
+        if self.plugins is not None:
+            rows = self.plugins.rows_of(self.source.path, self.base_dir, self.source.split)
+            yield from self._shaped(rows, self.source.path, texts=False)
+            self.files = self.plugins.files_of(self.source.path, self.base_dir)
+            return
         for file in self.files:
             yield from self._shaped(read_file(file), file, texts=ending_of(file) in (".csv", ".tsv"))
 
@@ -90,9 +118,11 @@ class Opened:
             yield to_json(fields, f"row {number} of {file}")
 
 
-def open_source(source: Source, base_dir: str) -> Opened:
+def open_source(source: Source, base_dir: str, plugins: Plugins | None = None) -> Opened:
     """Find the files of a source, or the commit of a data set of the hub. Raises
     :class:`SourceError`."""
+    if plugins is not None and plugins.is_plugin(source.path):
+        return Opened(source, [], source.split, plugins=plugins, base_dir=base_dir or ".")
     path = os.path.join(base_dir, source.path)
     if not files.is_local(path) and hub.is_name(source.path, base_dir):
         return Opened(source, [], source.split, source.revision or hub.pin(source.path))
@@ -100,8 +130,9 @@ def open_source(source: Source, base_dir: str) -> Opened:
     return Opened(source, found.files, found.split)
 
 
-def prepare(request: Json) -> Json:
-    """Write the rows of a request and describe them. Raises :class:`SourceRefused`."""
+def prepare(request: Json, plugins: Plugins | None = None) -> Json:
+    """Write the rows of a request and describe them. plugins: the data sources; None: paths are
+    files. Raises :class:`SourceRefused`."""
     sources = [Source.of(given) for given in request["sources"]]
     output = Path(request["output"])
     parts = [output.with_suffix(f".{number}") for number in range(len(sources))]
@@ -110,7 +141,7 @@ def prepare(request: Json) -> Json:
     try:
         for source, part in zip(sources, parts, strict=True):
             try:
-                opened.append(open_source(source, request["base_dir"]))
+                opened.append(open_source(source, request["base_dir"], plugins))
                 counted.append(_write(opened[-1], part))
             except SourceError as error:
                 raise SourceRefused(error, source.name) from error
@@ -130,7 +161,8 @@ def prepare(request: Json) -> Json:
         }
         for one, have, count in zip(opened, counted, taken, strict=True)
     ]  # fmt: skip
-    return {"rows": sum(taken), "sources": entries}
+    packages = [found for one in opened if one.plugins and (found := one.plugins.package_of_source(one.source.path))]
+    return {"rows": sum(taken), "sources": entries, "plugins": packages}
 
 
 def _write(opened: Opened, output: Path) -> int:

@@ -208,14 +208,15 @@ def _rewards(spec: WorkerSpec, services: Services, lifecycle: Lifecycle, calls: 
     def worker(number: int) -> RewardSource:
         return RewardWorker(services, spec.run_id, f"reward-{number}", start_seconds=config.limits.worker_start_seconds or 300.0)
 
-    return scorer_of(config.reward, spec.base_dir, worker, Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash), calls)
+    pinned = Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, plugins=spec.plan.plugins)
+    return scorer_of(config.reward, spec.base_dir, worker, pinned, calls)
 
 
 def _environment_context(
     spec: WorkerSpec, model: Model, lifecycle: Lifecycle, rewards: Scorer | None, calls: Calls
 ) -> environments.Context:
     config = spec.plan.config
-    pinned = Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, environment=True)
+    pinned = Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, environment=True, plugins=spec.plan.plugins)
     prompts = PromptReader.of_samples(config, model.text)
     return environments.Context(
         config, prompts, rewards, model.text, spec.base_dir, pinned.verify_running, spec.plan.tools, lifecycle.crash, calls

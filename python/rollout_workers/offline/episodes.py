@@ -83,7 +83,7 @@ async def _answer(request: dict[str, Any]) -> dict[str, Any]:
     def changed(message: str) -> None:
         raise EpisodeDiverged(message, fix="restore the files of the environment")
 
-    pinned = Pinned(plan.inputs, spec.base_dir, changed, environment=True)
+    pinned = Pinned(plan.inputs, spec.base_dir, changed, environment=True, plugins=plan.plugins)
     prompts = PromptReader.of_samples(config, model.text)
     context = environments.Context(config, prompts, None, model.text, spec.base_dir, pinned.verify_running, plan.tools, changed)
     player = _Player(Limits.of(config), of_run(config.sampling), model.text, config.model.chat_template)

@@ -12,6 +12,7 @@ from google.protobuf import json_format
 from rollout.config.v1.run_config_pb2 import EnvironmentConfig, RewardConfig, RewardPartConfig
 from rollout.hosting.manifest import is_manifest, read_manifest
 from rollout.plugin import split_plugin
+from rollout.plugin.installed import is_installed, package
 from rollout_workers.environments.registry import DEFAULT
 from rollout_workers.offline.dataset import Dataset, digest
 from rollout_workers.offline.spec import BatchSpec
@@ -79,7 +80,10 @@ def _reward(reward: RewardConfig | RewardPartConfig, base_dir: str) -> dict[str,
 
 
 def _plugin(plugin: str, base_dir: str, kind: str) -> str | dict[str, str]:
-    """The digest of the file of a plugin, or of each file that its manifest names."""
+    """The digest of the file of a plugin, or of its package, or of each file that its manifest
+    names."""
+    if is_installed(plugin):
+        return package(plugin, kind).digest
     if is_manifest(plugin):
         manifest = read_manifest(plugin, base_dir, kind=kind)
         return {os.path.relpath(path, base_dir): digest(str(path)) for path in manifest.files}

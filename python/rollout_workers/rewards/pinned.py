@@ -9,8 +9,9 @@ from typing import ClassVar
 from blake3 import blake3
 
 from rollout.errors import RolloutError
-from rollout.plan.v1.plan_pb2 import INPUT_ROLE_ENVIRONMENT, INPUT_ROLE_REWARD, Input
+from rollout.plan.v1.plan_pb2 import INPUT_ROLE_ENVIRONMENT, INPUT_ROLE_REWARD, Input, PluginPackage
 from rollout.plugin import RewardError
+from rollout.plugin.installed import compare
 
 
 class RewardChanged(RewardError):
@@ -32,19 +33,28 @@ class Pinned:
     """The files of the reward, or of the environment, as the plan has them."""
 
     def __init__(
-        self, inputs: Iterable[Input], base_dir: str, on_change: Callable[[str], None], *, environment: bool = False
+        self,
+        inputs: Iterable[Input],
+        base_dir: str,
+        on_change: Callable[[str], None],
+        *,
+        environment: bool = False,
+        plugins: Iterable[PluginPackage] = (),
     ) -> None:
         """inputs: of the plan. base_dir: folder of relative paths. on_change: called with the error
-        if a file has changed while the worker runs."""
+        if a file has changed while the worker runs. plugins: the packages of the plan."""
         role = INPUT_ROLE_ENVIRONMENT if environment else INPUT_ROLE_REWARD
         self._error = EnvironmentChanged if environment else RewardChanged
         self._what = "environment" if environment else "reward"
         self._files = [(each.path, Path(base_dir, each.path), each.digest) for each in inputs if each.role == role]
+        kinds = {"environment", "tool"} if environment else {"reward"}
+        self._packages = [each for each in plugins if kinds & set(each.kinds)]
         self.on_change = on_change
 
     def verify(self) -> None:
         """Raise :class:`RewardChanged` or :class:`EnvironmentChanged` if a file differs from the
-        plan."""
+        plan, and ``PluginChanged`` if a package does."""
+        compare(self._packages)
         for name, path, expected in self._files:
             if (found := _digest(path)) != expected:
                 raise self._error(

@@ -21,6 +21,7 @@ from rollout.hosting.manifest import read_manifest
 from rollout.hosting.runner import Runner
 from rollout.hosting.supervised import Condition, SupervisedSidecar
 from rollout.plugin import RewardShapeError, Score
+from rollout.plugin.installed import PluginChanged
 from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout.sandbox import Sandboxes
 from rollout_workers.rewards.pinned import Pinned, RewardChanged
@@ -134,7 +135,7 @@ class RewardPool:
         async with self._slots:
             try:
                 process = self._idle.pop() if self._idle else await self._begin()
-            except RewardChanged as error:
+            except (RewardChanged, PluginChanged) as error:
                 if self._pinned is not None:
                     self._pinned.on_change(str(error))
                 raise

@@ -164,7 +164,7 @@ func (r *checker) badText(place document.Span, field string, descriptor key, v *
 		if strings.HasSuffix(got, ".toml") {
 			fix = fmt.Sprintf("name the plugin of the manifest too: `plugin = \"%s:NAME\"`", got)
 		}
-		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be of the form `file.py:function`, got %q", field, got), fix)
+		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must be of the form `file.py:function`, `plugin.toml:NAME`, or `DISTRIBUTION:NAME`, got %q", field, got), fix)
 	case leafOf(field) == "baseline":
 		r.Problems.At(place, problem.BadValue, field, fmt.Sprintf("`%s` must end in .parquet or .jsonl, got %q", field, got), example(descriptor))
 	case field == "name":

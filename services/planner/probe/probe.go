@@ -36,6 +36,7 @@ type Request struct {
 	Tokenizer   *Tokenizer   `json:"tokenizer,omitempty"`
 	Teacher     *Teacher     `json:"teacher,omitempty"`
 	Environment *Environment `json:"environment,omitempty"`
+	Plugins     []string     `json:"plugins,omitempty"`   // installed packages of plugins
 	WandbKey    bool         `json:"wandb_key,omitempty"` // whether to look for the key of W&B
 }
 
@@ -150,14 +151,16 @@ type File struct {
 
 // Answer is the output of the process.
 type Answer struct {
-	Python   string             `json:"python"`
-	Data     []DataAnswer       `json:"data"`
-	Models   []ModelAnswer      `json:"models"`
-	Packages map[string]*string `json:"packages"`
-	WandbKey bool               `json:"wandb_key"` // whether W&B has a key
+	Python   string              `json:"python"`
+	Data     []DataAnswer        `json:"data"`
+	Models   []ModelAnswer       `json:"models"`
+	Packages map[string]*string  `json:"packages"`
+	Plugins  map[string]*Package `json:"plugins"`
+	WandbKey bool                `json:"wandb_key"` // whether W&B has a key
 	Reward   *struct {
-		Files []string `json:"files"`
-		Parts bool     `json:"parts"` // whether it rewards parts of a completion
+		Files   []string  `json:"files"`
+		Parts   bool      `json:"parts"` // whether it rewards parts of a completion
+		Plugins []Package `json:"plugins"`
 		// Scores are those of the samples.
 		Scores []struct {
 			Reward float64 `json:"reward"`
@@ -172,11 +175,20 @@ type Answer struct {
 		Error *Error `json:"error"`
 	} `json:"teacher"`
 	Environment *struct {
-		Files []string `json:"files"`
-		Tools []Tool   `json:"tools"` // of MCP servers
-		Saves bool     `json:"saves_episodes"`
-		Error *Error   `json:"error"`
+		Files   []string  `json:"files"`
+		Tools   []Tool    `json:"tools"` // of MCP servers
+		Plugins []Package `json:"plugins"`
+		Saves   bool      `json:"saves_episodes"`
+		Error   *Error    `json:"error"`
 	} `json:"environment"`
+}
+
+// Package is an installed package with a plugin of a kind.
+type Package struct {
+	Name    string `json:"name"`
+	Version string `json:"version"`
+	Digest  string `json:"digest"`
+	Kind    string `json:"kind"`
 }
 
 // Tool is a tool of an MCP server. Parameters is a JSON schema.
@@ -190,7 +202,8 @@ type Tool struct {
 
 // DataAnswer describes the rows of a file that was written, or the error of the source with a name.
 type DataAnswer struct {
-	Rows    uint64 `json:"rows"`
+	Rows    uint64    `json:"rows"`
+	Plugins []Package `json:"plugins"`
 	Sources []struct {
 		Name     string   `json:"name"`
 		Path     string   `json:"path"`

@@ -34,6 +34,7 @@ const (
 	InputChanged   = "INPUT_CHANGED"    // an input differs from the plan
 	PackageMissing = "PACKAGE_MISSING"  // a package that the workers need is not installed
 	PackageChanged = "PACKAGE_CHANGED"  // the version of a package differs from the plan
+	PluginChanged  = "PLUGIN_CHANGED"   // the installed package of a plugin differs from the plan
 )
 
 // maxExcerpt is the length of an excerpt in characters.

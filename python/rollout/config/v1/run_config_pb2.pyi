@@ -383,7 +383,8 @@ class DataConfig(_message.Message):
     train: _builtins.str
     """Training rows: a file (.jsonl, .parquet, .csv, .tsv, .arrow), a glob, a folder of such files or
     of `datasets.save_to_disk`, or a data set of the hub by its name, `org/name` or
-    `org/name@revision`.
+    `org/name@revision`. Also a plugin: `file.py:function`, `plugin.toml:NAME`, or
+    `DISTRIBUTION:NAME` (docs/plugins.md).
     """
     eval: _builtins.str
     """Held-out rows, as in `data.train`. With a `[reward]` the policy answers their prompts. Without
@@ -773,7 +774,8 @@ class RewardConfig(_message.Message):
     plugin: _builtins.str
     """`file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`, `.token_ids`)
     and returns a list of floats, or of mappings with `reward` and additional named metrics, or
-    with `token_rewards` or `step_rewards`. `plugin.toml:NAME`: a sidecar (docs/plugins.md).
+    with `token_rewards` or `step_rewards`. `plugin.toml:NAME`: a sidecar; `DISTRIBUTION:NAME`: of
+    an installed package (docs/plugins.md).
     """
     timeout_seconds: _builtins.float
     """Timeout of one call, in seconds. A timeout is an infrastructure failure, never a reward of 0.
@@ -1473,7 +1475,8 @@ class EnvironmentConfig(_message.Message):
     path: _builtins.str
     """`file.py:Class` of the environment, for `kind = "python"`. It runs in child processes. For
     `kind = "verifiers"`: `file.py:load_environment`, unless `id` in `args` names an installed one.
-    `plugin.toml:NAME`, for `kind = "python"`: a sidecar (docs/plugins.md).
+    For `kind = "python"` also `plugin.toml:NAME`: a sidecar, and `DISTRIBUTION:NAME`: of an
+    installed package (docs/plugins.md).
     """
     args: _builtins.str
     """Arguments of the environment, a table with any keys: those of the constructor for `kind =

@@ -121,6 +121,7 @@ class Plan(_message.Message):
     PACKAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     SAVES_EPISODES_FIELD_NUMBER: _builtins.int
+    PLUGINS_FIELD_NUMBER: _builtins.int
     format: _builtins.int
     """Version of this format: 2. Plans of another format are refused."""
     plan_id: _builtins.str
@@ -145,6 +146,12 @@ class Plan(_message.Message):
         each server lists them; empty unless `environment.kind = "mcp"`.
         """
 
+    @_builtins.property
+    def plugins(self) -> _containers.RepeatedCompositeFieldContainer[Global___PluginPackage]:
+        """The installed packages that plugins of the configuration are from (`DISTRIBUTION:NAME`), sorted
+        by name.
+        """
+
     def __init__(
         self,
         *,
@@ -155,14 +162,55 @@ class Plan(_message.Message):
         packages: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         tools: _abc.Iterable[Global___Tool] | None = ...,
         saves_episodes: _builtins.bool = ...,
+        plugins: _abc.Iterable[Global___PluginPackage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "format", b"format", "inputs", b"inputs", "packages", b"packages", "plan_id", b"plan_id", "saves_episodes", b"saves_episodes", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "format", b"format", "inputs", b"inputs", "packages", b"packages", "plan_id", b"plan_id", "plugins", b"plugins", "saves_episodes", b"saves_episodes", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class PluginPackage(_message.Message):
+    """PluginPackage is an installed package with plugins. A run whose workers have another version, or
+    other files, fails with PLUGIN_CHANGED.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the distribution, normalized: lower case with dashes."""
+    version: _builtins.str
+    """Its version."""
+    digest: _builtins.str
+    """`sha256-<hex>` over name, version, and the path and content of each of its files."""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of its plugins that the configuration uses, sorted. The workers do not need a package of
+        data sources alone: the rows have their digest.
+        """
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        kinds: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kinds", b"kinds", "name", b"name", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PluginPackage: _TypeAlias = PluginPackage  # noqa: Y015
 
 @_typing.final
 class Tool(_message.Message):

@@ -81,6 +81,11 @@ class PluginServiceStub:
                 request_serializer=rollout_dot_plugin_dot_v1_dot_plugin__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=rollout_dot_plugin_dot_v1_dot_plugin__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
+        self.ReadRows = channel.unary_unary(
+                '/rollout.plugin.v1.PluginService/ReadRows',
+                request_serializer=rollout_dot_plugin_dot_v1_dot_plugin__pb2.ReadRowsRequest.SerializeToString,
+                response_deserializer=rollout_dot_plugin_dot_v1_dot_plugin__pb2.ReadRowsResponse.FromString,
+                _registered_method=True)
 
 
 class PluginServiceServicer:
@@ -155,6 +160,14 @@ class PluginServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadRows(self, request, context):
+        """ReadRows returns the rows of a data source from an index on. The same request always has the
+        same rows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PluginServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -202,6 +215,11 @@ def add_PluginServiceServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=rollout_dot_plugin_dot_v1_dot_plugin__pb2.EvaluateRequest.FromString,
                     response_serializer=rollout_dot_plugin_dot_v1_dot_plugin__pb2.EvaluateResponse.SerializeToString,
+            ),
+            'ReadRows': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadRows,
+                    request_deserializer=rollout_dot_plugin_dot_v1_dot_plugin__pb2.ReadRowsRequest.FromString,
+                    response_serializer=rollout_dot_plugin_dot_v1_dot_plugin__pb2.ReadRowsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -449,6 +467,33 @@ class PluginService:
             '/rollout.plugin.v1.PluginService/Evaluate',
             rollout_dot_plugin_dot_v1_dot_plugin__pb2.EvaluateRequest.SerializeToString,
             rollout_dot_plugin_dot_v1_dot_plugin__pb2.EvaluateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout.plugin.v1.PluginService/ReadRows',
+            rollout_dot_plugin_dot_v1_dot_plugin__pb2.ReadRowsRequest.SerializeToString,
+            rollout_dot_plugin_dot_v1_dot_plugin__pb2.ReadRowsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -460,7 +460,8 @@ type DataConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Training rows: a file (.jsonl, .parquet, .csv, .tsv, .arrow), a glob, a folder of such files or
 	// of `datasets.save_to_disk`, or a data set of the hub by its name, `org/name` or
-	// `org/name@revision`.
+	// `org/name@revision`. Also a plugin: `file.py:function`, `plugin.toml:NAME`, or
+	// `DISTRIBUTION:NAME` (docs/plugins.md).
 	Train *string `protobuf:"bytes,1,opt,name=train,proto3,oneof" json:"train,omitempty"`
 	// Held-out rows, as in `data.train`. With a `[reward]` the policy answers their prompts. Without
 	// one they have the same fields as training rows, and their loss is computed. Empty: no
@@ -926,7 +927,8 @@ type RewardConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `file.py:function`: takes a list of samples (`.prompt`, `.completion`, `.row`, `.token_ids`)
 	// and returns a list of floats, or of mappings with `reward` and additional named metrics, or
-	// with `token_rewards` or `step_rewards`. `plugin.toml:NAME`: a sidecar (docs/plugins.md).
+	// with `token_rewards` or `step_rewards`. `plugin.toml:NAME`: a sidecar; `DISTRIBUTION:NAME`: of
+	// an installed package (docs/plugins.md).
 	Plugin *string `protobuf:"bytes,1,opt,name=plugin,proto3,oneof" json:"plugin,omitempty"`
 	// Timeout of one call, in seconds. A timeout is an infrastructure failure, never a reward of 0.
 	// It is the default for each `[reward.composite.*]`.
@@ -1820,7 +1822,8 @@ type EnvironmentConfig struct {
 	Kind *string `protobuf:"bytes,1,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
 	// `file.py:Class` of the environment, for `kind = "python"`. It runs in child processes. For
 	// `kind = "verifiers"`: `file.py:load_environment`, unless `id` in `args` names an installed one.
-	// `plugin.toml:NAME`, for `kind = "python"`: a sidecar (docs/plugins.md).
+	// For `kind = "python"` also `plugin.toml:NAME`: a sidecar, and `DISTRIBUTION:NAME`: of an
+	// installed package (docs/plugins.md).
 	Path *string `protobuf:"bytes,2,opt,name=path,proto3,oneof" json:"path,omitempty"`
 	// Arguments of the environment, a table with any keys: those of the constructor for `kind =
 	// "python"`.
@@ -3127,9 +3130,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x06_top_kB\b\n" +
 	"\x06_min_pB\x10\n" +
 	"\x0e_refill_roundsB\x13\n" +
-	"\x11_refill_shortfall\"\xb0\x06\n" +
-	"\fRewardConfig\x12n\n" +
-	"\x06plugin\x18\x01 \x01(\tBQ\xbaH-r+2)^[^:]+\\.(py|toml):[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x1d\x12\x17\"reward.py:exact_match\"\x18\x01 \x01H\x00R\x06plugin\x88\x01\x01\x12O\n" +
+	"\x11_refill_shortfall\"\xdc\x06\n" +
+	"\fRewardConfig\x12\x99\x01\n" +
+	"\x06plugin\x18\x01 \x01(\tB|\xbaHXrV2T^([^:]+\\.(py|toml)|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?):[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x1d\x12\x17\"reward.py:exact_match\"\x18\x01 \x01H\x00R\x06plugin\x88\x01\x01\x12O\n" +
 	"\x0ftimeout_seconds\x18\x02 \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
 	"\x0430.0H\x01R\x0etimeoutSeconds\x88\x01\x01\x12-\n" +
 	"\aretries\x18\x03 \x01(\rB\x0e\xbaH\x04*\x02\x18d\xca\xda\x18\x03\n" +
@@ -3184,11 +3187,11 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x06_dtypeB\x13\n" +
 	"\x11_tokens_per_batchB\n" +
 	"\n" +
-	"\b_threads\"\x93\x06\n" +
+	"\b_threads\"\xbf\x06\n" +
 	"\x10RewardPartConfig\x12=\n" +
 	"\x06weight\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x80\x84.A)\x00\x00\x00\x00\x80\x84.\xc1\xca\xda\x18\x05\n" +
-	"\x031.0H\x00R\x06weight\x88\x01\x01\x12n\n" +
-	"\x06plugin\x18\x02 \x01(\tBQ\xbaH-r+2)^[^:]+\\.(py|toml):[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x1d\x12\x17\"reward.py:exact_match\"\x18\x01 \x01H\x01R\x06plugin\x88\x01\x01\x12;\n" +
+	"\x031.0H\x00R\x06weight\x88\x01\x01\x12\x99\x01\n" +
+	"\x06plugin\x18\x02 \x01(\tB|\xbaHXrV2T^([^:]+\\.(py|toml)|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?):[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x1d\x12\x17\"reward.py:exact_match\"\x18\x01 \x01H\x01R\x06plugin\x88\x01\x01\x12;\n" +
 	"\x05model\x18\x04 \x01(\v2%.rollout.config.v1.ScoringModelConfigR\x05model\x12Z\n" +
 	"\n" +
 	"expression\x18\x03 \x01(\tB5\xbaH\x04r\x02\x10\x01\xca\xda\x18*\x12&'completion == row.answer ? 1.0 : 0.0' \x01H\x02R\n" +
@@ -3318,12 +3321,12 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
 	"\b_threadsB\t\n" +
 	"\a_pythonB\x06\n" +
-	"\x04_url\"\xc4\n" +
+	"\x04_url\"\xf0\n" +
 	"\n" +
 	"\x11EnvironmentConfig\x12\xaf\x01\n" +
 	"\x04kind\x18\x01 \x01(\tB\x95\x01\xbaHRrPR\vsingle_turnR\bexternalR\x06pythonR\x05toolsR\x03mcpR\tgymnasiumR\rreasoning_gymR\tverifiers\xca\xda\x18<\n" +
-	"\r\"single_turn\"B\x06pythonB\tgymnasiumB\rreasoning_gymB\tverifiersH\x00R\x04kind\x88\x01\x01\x12c\n" +
-	"\x04path\x18\x02 \x01(\tBJ\xbaH-r+2)^[^:]+\\.(py|toml):[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x16\x12\x10\"guess.py:Guess\"\x18\x01 \x01H\x01R\x04path\x88\x01\x01\x122\n" +
+	"\r\"single_turn\"B\x06pythonB\tgymnasiumB\rreasoning_gymB\tverifiersH\x00R\x04kind\x88\x01\x01\x12\x8e\x01\n" +
+	"\x04path\x18\x02 \x01(\tBu\xbaHXrV2T^([^:]+\\.(py|toml)|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?):[A-Za-z_][A-Za-z0-9_]*$\xca\xda\x18\x16\x12\x10\"guess.py:Guess\"\x18\x01 \x01H\x01R\x04path\x88\x01\x01\x122\n" +
 	"\x04args\x18\x03 \x01(\tB\x19\xca\xda\x18\x15\x12\x0f{ highest = 9 } \x018\x01H\x02R\x04args\x88\x01\x01\x125\n" +
 	"\tmax_turns\x18\x04 \x01(\rB\x13\xbaH\b*\x06\x18\xa0\x8d\x06(\x01\xca\xda\x18\x04\n" +
 	"\x0216H\x03R\bmaxTurns\x88\x01\x01\x12:\n" +

@@ -167,6 +167,9 @@ type Plan struct {
 	Tools []*Tool `protobuf:"bytes,6,rep,name=tools,proto3" json:"tools,omitempty"`
 	// Whether the environment saves open episodes: it has `state_dict` and `load_state_dict`.
 	SavesEpisodes bool `protobuf:"varint,7,opt,name=saves_episodes,json=savesEpisodes,proto3" json:"saves_episodes,omitempty"`
+	// The installed packages that plugins of the configuration are from (`DISTRIBUTION:NAME`), sorted
+	// by name.
+	Plugins       []*PluginPackage `protobuf:"bytes,8,rep,name=plugins,proto3" json:"plugins,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -250,6 +253,88 @@ func (x *Plan) GetSavesEpisodes() bool {
 	return false
 }
 
+func (x *Plan) GetPlugins() []*PluginPackage {
+	if x != nil {
+		return x.Plugins
+	}
+	return nil
+}
+
+// PluginPackage is an installed package with plugins. A run whose workers have another version, or
+// other files, fails with PLUGIN_CHANGED.
+type PluginPackage struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the distribution, normalized: lower case with dashes.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Its version.
+	Version string `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
+	// `sha256-<hex>` over name, version, and the path and content of each of its files.
+	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
+	// Kinds of its plugins that the configuration uses, sorted. The workers do not need a package of
+	// data sources alone: the rows have their digest.
+	Kinds         []string `protobuf:"bytes,4,rep,name=kinds,proto3" json:"kinds,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PluginPackage) Reset() {
+	*x = PluginPackage{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PluginPackage) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PluginPackage) ProtoMessage() {}
+
+func (x *PluginPackage) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PluginPackage.ProtoReflect.Descriptor instead.
+func (*PluginPackage) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *PluginPackage) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *PluginPackage) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
+}
+
+func (x *PluginPackage) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *PluginPackage) GetKinds() []string {
+	if x != nil {
+		return x.Kinds
+	}
+	return nil
+}
+
 // Tool is a tool of an MCP server, as the policy reads it.
 type Tool struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -270,7 +355,7 @@ type Tool struct {
 
 func (x *Tool) Reset() {
 	*x = Tool{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[1]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -282,7 +367,7 @@ func (x *Tool) String() string {
 func (*Tool) ProtoMessage() {}
 
 func (x *Tool) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[1]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -295,7 +380,7 @@ func (x *Tool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tool.ProtoReflect.Descriptor instead.
 func (*Tool) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{1}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Tool) GetServer() string {
@@ -364,7 +449,7 @@ type Input struct {
 
 func (x *Input) Reset() {
 	*x = Input{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -376,7 +461,7 @@ func (x *Input) String() string {
 func (*Input) ProtoMessage() {}
 
 func (x *Input) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[2]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -389,7 +474,7 @@ func (x *Input) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Input.ProtoReflect.Descriptor instead.
 func (*Input) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{2}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Input) GetRole() InputRole {
@@ -480,7 +565,7 @@ type Source struct {
 
 func (x *Source) Reset() {
 	*x = Source{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -492,7 +577,7 @@ func (x *Source) String() string {
 func (*Source) ProtoMessage() {}
 
 func (x *Source) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[3]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -505,7 +590,7 @@ func (x *Source) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Source.ProtoReflect.Descriptor instead.
 func (*Source) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{3}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Source) GetName() string {
@@ -579,7 +664,7 @@ type SourceFile struct {
 
 func (x *SourceFile) Reset() {
 	*x = SourceFile{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -591,7 +676,7 @@ func (x *SourceFile) String() string {
 func (*SourceFile) ProtoMessage() {}
 
 func (x *SourceFile) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[4]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -604,7 +689,7 @@ func (x *SourceFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SourceFile.ProtoReflect.Descriptor instead.
 func (*SourceFile) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{4}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *SourceFile) GetPath() string {
@@ -656,7 +741,7 @@ type Problem struct {
 
 func (x *Problem) Reset() {
 	*x = Problem{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -668,7 +753,7 @@ func (x *Problem) String() string {
 func (*Problem) ProtoMessage() {}
 
 func (x *Problem) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[5]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -681,7 +766,7 @@ func (x *Problem) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Problem.ProtoReflect.Descriptor instead.
 func (*Problem) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{5}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Problem) GetReason() string {
@@ -764,7 +849,7 @@ type ConfigSource struct {
 
 func (x *ConfigSource) Reset() {
 	*x = ConfigSource{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -776,7 +861,7 @@ func (x *ConfigSource) String() string {
 func (*ConfigSource) ProtoMessage() {}
 
 func (x *ConfigSource) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[6]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -789,7 +874,7 @@ func (x *ConfigSource) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfigSource.ProtoReflect.Descriptor instead.
 func (*ConfigSource) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{6}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ConfigSource) GetToml() []byte {
@@ -831,7 +916,7 @@ type ValidateConfigRequest struct {
 
 func (x *ValidateConfigRequest) Reset() {
 	*x = ValidateConfigRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -843,7 +928,7 @@ func (x *ValidateConfigRequest) String() string {
 func (*ValidateConfigRequest) ProtoMessage() {}
 
 func (x *ValidateConfigRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[7]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -856,7 +941,7 @@ func (x *ValidateConfigRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ValidateConfigRequest.ProtoReflect.Descriptor instead.
 func (*ValidateConfigRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{7}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ValidateConfigRequest) GetSource() *ConfigSource {
@@ -879,7 +964,7 @@ type ValidateConfigResponse struct {
 
 func (x *ValidateConfigResponse) Reset() {
 	*x = ValidateConfigResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -891,7 +976,7 @@ func (x *ValidateConfigResponse) String() string {
 func (*ValidateConfigResponse) ProtoMessage() {}
 
 func (x *ValidateConfigResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[8]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -904,7 +989,7 @@ func (x *ValidateConfigResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ValidateConfigResponse.ProtoReflect.Descriptor instead.
 func (*ValidateConfigResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{8}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ValidateConfigResponse) GetProblems() []*Problem {
@@ -932,7 +1017,7 @@ type CreatePlanRequest struct {
 
 func (x *CreatePlanRequest) Reset() {
 	*x = CreatePlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -944,7 +1029,7 @@ func (x *CreatePlanRequest) String() string {
 func (*CreatePlanRequest) ProtoMessage() {}
 
 func (x *CreatePlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[9]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -957,7 +1042,7 @@ func (x *CreatePlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreatePlanRequest.ProtoReflect.Descriptor instead.
 func (*CreatePlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{9}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *CreatePlanRequest) GetSource() *ConfigSource {
@@ -986,7 +1071,7 @@ type CreatePlanResponse struct {
 
 func (x *CreatePlanResponse) Reset() {
 	*x = CreatePlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -998,7 +1083,7 @@ func (x *CreatePlanResponse) String() string {
 func (*CreatePlanResponse) ProtoMessage() {}
 
 func (x *CreatePlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[10]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1011,7 +1096,7 @@ func (x *CreatePlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreatePlanResponse.ProtoReflect.Descriptor instead.
 func (*CreatePlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{10}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *CreatePlanResponse) GetProblems() []*Problem {
@@ -1066,7 +1151,7 @@ type Setting struct {
 
 func (x *Setting) Reset() {
 	*x = Setting{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1078,7 +1163,7 @@ func (x *Setting) String() string {
 func (*Setting) ProtoMessage() {}
 
 func (x *Setting) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1091,7 +1176,7 @@ func (x *Setting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Setting.ProtoReflect.Descriptor instead.
 func (*Setting) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Setting) GetKey() string {
@@ -1140,7 +1225,7 @@ type VerifyPlanRequest struct {
 
 func (x *VerifyPlanRequest) Reset() {
 	*x = VerifyPlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1152,7 +1237,7 @@ func (x *VerifyPlanRequest) String() string {
 func (*VerifyPlanRequest) ProtoMessage() {}
 
 func (x *VerifyPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1165,7 +1250,7 @@ func (x *VerifyPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyPlanRequest.ProtoReflect.Descriptor instead.
 func (*VerifyPlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{12}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *VerifyPlanRequest) GetLock() []byte {
@@ -1212,7 +1297,7 @@ type VerifyPlanResponse struct {
 
 func (x *VerifyPlanResponse) Reset() {
 	*x = VerifyPlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1224,7 +1309,7 @@ func (x *VerifyPlanResponse) String() string {
 func (*VerifyPlanResponse) ProtoMessage() {}
 
 func (x *VerifyPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1237,7 +1322,7 @@ func (x *VerifyPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyPlanResponse.ProtoReflect.Descriptor instead.
 func (*VerifyPlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{13}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *VerifyPlanResponse) GetProblems() []*Problem {
@@ -1276,7 +1361,7 @@ type RenewPlanRequest struct {
 
 func (x *RenewPlanRequest) Reset() {
 	*x = RenewPlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1288,7 +1373,7 @@ func (x *RenewPlanRequest) String() string {
 func (*RenewPlanRequest) ProtoMessage() {}
 
 func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1301,7 +1386,7 @@ func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewPlanRequest.ProtoReflect.Descriptor instead.
 func (*RenewPlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{14}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RenewPlanRequest) GetPlan() *Plan {
@@ -1340,7 +1425,7 @@ type RenewPlanResponse struct {
 
 func (x *RenewPlanResponse) Reset() {
 	*x = RenewPlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[15]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1352,7 +1437,7 @@ func (x *RenewPlanResponse) String() string {
 func (*RenewPlanResponse) ProtoMessage() {}
 
 func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[15]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1365,7 +1450,7 @@ func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewPlanResponse.ProtoReflect.Descriptor instead.
 func (*RenewPlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{15}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RenewPlanResponse) GetProblems() []*Problem {
@@ -1393,7 +1478,7 @@ var File_rollout_plan_v1_plan_proto protoreflect.FileDescriptor
 
 const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\n" +
-	"\x1arollout/plan/v1/plan.proto\x12\x0frollout.plan.v1\x1a\x1bbuf/validate/validate.proto\x1a\"rollout/config/v1/run_config.proto\"\xa8\x03\n" +
+	"\x1arollout/plan/v1/plan.proto\x12\x0frollout.plan.v1\x1a\x1bbuf/validate/validate.proto\x1a\"rollout/config/v1/run_config.proto\"\xe2\x03\n" +
 	"\x04Plan\x12\x1f\n" +
 	"\x06format\x18\x01 \x01(\rB\a\xbaH\x04*\x02\b\x02R\x06format\x125\n" +
 	"\aplan_id\x18\x02 \x01(\tB\x1c\xbaH\x19r\x172\x15^blake3-[0-9a-f]{64}$R\x06planId\x12<\n" +
@@ -1401,10 +1486,16 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\x06inputs\x18\x04 \x03(\v2\x16.rollout.plan.v1.InputB\b\xbaH\x05\x92\x01\x02\b\x01R\x06inputs\x12?\n" +
 	"\bpackages\x18\x05 \x03(\v2#.rollout.plan.v1.Plan.PackagesEntryR\bpackages\x12+\n" +
 	"\x05tools\x18\x06 \x03(\v2\x15.rollout.plan.v1.ToolR\x05tools\x12%\n" +
-	"\x0esaves_episodes\x18\a \x01(\bR\rsavesEpisodes\x1a;\n" +
+	"\x0esaves_episodes\x18\a \x01(\bR\rsavesEpisodes\x128\n" +
+	"\aplugins\x18\b \x03(\v2\x1e.rollout.plan.v1.PluginPackageR\aplugins\x1a;\n" +
 	"\rPackagesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc5\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x9b\x01\n" +
+	"\rPluginPackage\x12\x1b\n" +
+	"\x04name\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04name\x12!\n" +
+	"\aversion\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\aversion\x124\n" +
+	"\x06digest\x18\x03 \x01(\tB\x1c\xbaH\x19r\x172\x15^sha256-[0-9a-f]{64}$R\x06digest\x12\x14\n" +
+	"\x05kinds\x18\x04 \x03(\tR\x05kinds\"\xc5\x01\n" +
 	"\x04Tool\x12\x1f\n" +
 	"\x06server\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06server\x12\x1b\n" +
 	"\x04name\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x04name\x12 \n" +
@@ -1521,64 +1612,66 @@ func file_rollout_plan_v1_plan_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_plan_v1_plan_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 17)
+var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
 var file_rollout_plan_v1_plan_proto_goTypes = []any{
 	(InputRole)(0),                 // 0: rollout.plan.v1.InputRole
 	(SettingOrigin)(0),             // 1: rollout.plan.v1.SettingOrigin
 	(*Plan)(nil),                   // 2: rollout.plan.v1.Plan
-	(*Tool)(nil),                   // 3: rollout.plan.v1.Tool
-	(*Input)(nil),                  // 4: rollout.plan.v1.Input
-	(*Source)(nil),                 // 5: rollout.plan.v1.Source
-	(*SourceFile)(nil),             // 6: rollout.plan.v1.SourceFile
-	(*Problem)(nil),                // 7: rollout.plan.v1.Problem
-	(*ConfigSource)(nil),           // 8: rollout.plan.v1.ConfigSource
-	(*ValidateConfigRequest)(nil),  // 9: rollout.plan.v1.ValidateConfigRequest
-	(*ValidateConfigResponse)(nil), // 10: rollout.plan.v1.ValidateConfigResponse
-	(*CreatePlanRequest)(nil),      // 11: rollout.plan.v1.CreatePlanRequest
-	(*CreatePlanResponse)(nil),     // 12: rollout.plan.v1.CreatePlanResponse
-	(*Setting)(nil),                // 13: rollout.plan.v1.Setting
-	(*VerifyPlanRequest)(nil),      // 14: rollout.plan.v1.VerifyPlanRequest
-	(*VerifyPlanResponse)(nil),     // 15: rollout.plan.v1.VerifyPlanResponse
-	(*RenewPlanRequest)(nil),       // 16: rollout.plan.v1.RenewPlanRequest
-	(*RenewPlanResponse)(nil),      // 17: rollout.plan.v1.RenewPlanResponse
-	nil,                            // 18: rollout.plan.v1.Plan.PackagesEntry
-	(*v1.RunConfig)(nil),           // 19: rollout.config.v1.RunConfig
+	(*PluginPackage)(nil),          // 3: rollout.plan.v1.PluginPackage
+	(*Tool)(nil),                   // 4: rollout.plan.v1.Tool
+	(*Input)(nil),                  // 5: rollout.plan.v1.Input
+	(*Source)(nil),                 // 6: rollout.plan.v1.Source
+	(*SourceFile)(nil),             // 7: rollout.plan.v1.SourceFile
+	(*Problem)(nil),                // 8: rollout.plan.v1.Problem
+	(*ConfigSource)(nil),           // 9: rollout.plan.v1.ConfigSource
+	(*ValidateConfigRequest)(nil),  // 10: rollout.plan.v1.ValidateConfigRequest
+	(*ValidateConfigResponse)(nil), // 11: rollout.plan.v1.ValidateConfigResponse
+	(*CreatePlanRequest)(nil),      // 12: rollout.plan.v1.CreatePlanRequest
+	(*CreatePlanResponse)(nil),     // 13: rollout.plan.v1.CreatePlanResponse
+	(*Setting)(nil),                // 14: rollout.plan.v1.Setting
+	(*VerifyPlanRequest)(nil),      // 15: rollout.plan.v1.VerifyPlanRequest
+	(*VerifyPlanResponse)(nil),     // 16: rollout.plan.v1.VerifyPlanResponse
+	(*RenewPlanRequest)(nil),       // 17: rollout.plan.v1.RenewPlanRequest
+	(*RenewPlanResponse)(nil),      // 18: rollout.plan.v1.RenewPlanResponse
+	nil,                            // 19: rollout.plan.v1.Plan.PackagesEntry
+	(*v1.RunConfig)(nil),           // 20: rollout.config.v1.RunConfig
 }
 var file_rollout_plan_v1_plan_proto_depIdxs = []int32{
-	19, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
-	4,  // 1: rollout.plan.v1.Plan.inputs:type_name -> rollout.plan.v1.Input
-	18, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
-	3,  // 3: rollout.plan.v1.Plan.tools:type_name -> rollout.plan.v1.Tool
-	0,  // 4: rollout.plan.v1.Input.role:type_name -> rollout.plan.v1.InputRole
-	5,  // 5: rollout.plan.v1.Input.sources:type_name -> rollout.plan.v1.Source
-	6,  // 6: rollout.plan.v1.Source.files:type_name -> rollout.plan.v1.SourceFile
-	8,  // 7: rollout.plan.v1.ValidateConfigRequest.source:type_name -> rollout.plan.v1.ConfigSource
-	7,  // 8: rollout.plan.v1.ValidateConfigResponse.problems:type_name -> rollout.plan.v1.Problem
-	19, // 9: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
-	8,  // 10: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
-	7,  // 11: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 12: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	7,  // 13: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
-	13, // 14: rollout.plan.v1.CreatePlanResponse.settings:type_name -> rollout.plan.v1.Setting
-	1,  // 15: rollout.plan.v1.Setting.origin:type_name -> rollout.plan.v1.SettingOrigin
-	7,  // 16: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 17: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	2,  // 18: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
-	7,  // 19: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 20: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	9,  // 21: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
-	11, // 22: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
-	14, // 23: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
-	16, // 24: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
-	10, // 25: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
-	12, // 26: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
-	15, // 27: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
-	17, // 28: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
-	25, // [25:29] is the sub-list for method output_type
-	21, // [21:25] is the sub-list for method input_type
-	21, // [21:21] is the sub-list for extension type_name
-	21, // [21:21] is the sub-list for extension extendee
-	0,  // [0:21] is the sub-list for field type_name
+	20, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
+	5,  // 1: rollout.plan.v1.Plan.inputs:type_name -> rollout.plan.v1.Input
+	19, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
+	4,  // 3: rollout.plan.v1.Plan.tools:type_name -> rollout.plan.v1.Tool
+	3,  // 4: rollout.plan.v1.Plan.plugins:type_name -> rollout.plan.v1.PluginPackage
+	0,  // 5: rollout.plan.v1.Input.role:type_name -> rollout.plan.v1.InputRole
+	6,  // 6: rollout.plan.v1.Input.sources:type_name -> rollout.plan.v1.Source
+	7,  // 7: rollout.plan.v1.Source.files:type_name -> rollout.plan.v1.SourceFile
+	9,  // 8: rollout.plan.v1.ValidateConfigRequest.source:type_name -> rollout.plan.v1.ConfigSource
+	8,  // 9: rollout.plan.v1.ValidateConfigResponse.problems:type_name -> rollout.plan.v1.Problem
+	20, // 10: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
+	9,  // 11: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
+	8,  // 12: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 13: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	8,  // 14: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
+	14, // 15: rollout.plan.v1.CreatePlanResponse.settings:type_name -> rollout.plan.v1.Setting
+	1,  // 16: rollout.plan.v1.Setting.origin:type_name -> rollout.plan.v1.SettingOrigin
+	8,  // 17: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 18: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	2,  // 19: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
+	8,  // 20: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 21: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	10, // 22: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
+	12, // 23: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
+	15, // 24: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
+	17, // 25: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
+	11, // 26: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
+	13, // 27: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
+	16, // 28: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
+	18, // 29: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
+	26, // [26:30] is the sub-list for method output_type
+	22, // [22:26] is the sub-list for method input_type
+	22, // [22:22] is the sub-list for extension type_name
+	22, // [22:22] is the sub-list for extension extendee
+	0,  // [0:22] is the sub-list for field type_name
 }
 
 func init() { file_rollout_plan_v1_plan_proto_init() }
@@ -1592,7 +1685,7 @@ func file_rollout_plan_v1_plan_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_plan_v1_plan_proto_rawDesc), len(file_rollout_plan_v1_plan_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   17,
+			NumMessages:   18,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -4,9 +4,9 @@
 // 	protoc        (unknown)
 // source: rollout/plugin/v1/plugin.proto
 
-// Package rollout.plugin.v1 is how workers call user code: rewards, environments, tools, and
-// evaluations. The same messages are used in process, in a child process, and to a sidecar, which
-// serves PluginService in any language.
+// Package rollout.plugin.v1 is how workers call user code: rewards, environments, tools,
+// evaluations, and data sources. The same messages are used in process, in a child process, and to
+// a sidecar, which serves PluginService in any language.
 //
 // Calls are batched. Each has a gRPC deadline. A call that fails has a status with
 // google.rpc.ErrorInfo: `reason` (e.g. REWARD_RAISED), domain `rollout`, and metadata `fix`,
@@ -52,6 +52,8 @@ const (
 	PluginKind_PLUGIN_KIND_TOOL PluginKind = 3
 	// It is a suite of tasks with metrics.
 	PluginKind_PLUGIN_KIND_EVALUATION PluginKind = 4
+	// It has the rows of a data set.
+	PluginKind_PLUGIN_KIND_DATA_SOURCE PluginKind = 5
 )
 
 // Enum value maps for PluginKind.
@@ -62,6 +64,7 @@ var (
 		2: "PLUGIN_KIND_ENVIRONMENT",
 		3: "PLUGIN_KIND_TOOL",
 		4: "PLUGIN_KIND_EVALUATION",
+		5: "PLUGIN_KIND_DATA_SOURCE",
 	}
 	PluginKind_value = map[string]int32{
 		"PLUGIN_KIND_UNSPECIFIED": 0,
@@ -69,6 +72,7 @@ var (
 		"PLUGIN_KIND_ENVIRONMENT": 2,
 		"PLUGIN_KIND_TOOL":        3,
 		"PLUGIN_KIND_EVALUATION":  4,
+		"PLUGIN_KIND_DATA_SOURCE": 5,
 	}
 )
 
@@ -2585,6 +2589,134 @@ func (x *EvaluateResponse) GetMetrics() map[string]float64 {
 	return nil
 }
 
+// ReadRowsRequest asks for rows of a data set.
+type ReadRowsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Name of the data source.
+	Plugin string `protobuf:"bytes,1,opt,name=plugin,proto3" json:"plugin,omitempty"`
+	// Split: `data.train_split` or `data.eval_split`.
+	Split string `protobuf:"bytes,2,opt,name=split,proto3" json:"split,omitempty"`
+	// Index of the first row, from 0.
+	Offset uint64 `protobuf:"varint,3,opt,name=offset,proto3" json:"offset,omitempty"`
+	// Most rows of the response.
+	Limit         uint32 `protobuf:"varint,4,opt,name=limit,proto3" json:"limit,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadRowsRequest) Reset() {
+	*x = ReadRowsRequest{}
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadRowsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadRowsRequest) ProtoMessage() {}
+
+func (x *ReadRowsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadRowsRequest.ProtoReflect.Descriptor instead.
+func (*ReadRowsRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *ReadRowsRequest) GetPlugin() string {
+	if x != nil {
+		return x.Plugin
+	}
+	return ""
+}
+
+func (x *ReadRowsRequest) GetSplit() string {
+	if x != nil {
+		return x.Split
+	}
+	return ""
+}
+
+func (x *ReadRowsRequest) GetOffset() uint64 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *ReadRowsRequest) GetLimit() uint32 {
+	if x != nil {
+		return x.Limit
+	}
+	return 0
+}
+
+// ReadRowsResponse has rows in the order of the data set.
+type ReadRowsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Rows, each a JSON object.
+	RowsJson [][]byte `protobuf:"bytes,1,rep,name=rows_json,json=rowsJson,proto3" json:"rows_json,omitempty"`
+	// Whether no row follows. A response without rows must have it.
+	End           bool `protobuf:"varint,2,opt,name=end,proto3" json:"end,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadRowsResponse) Reset() {
+	*x = ReadRowsResponse{}
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadRowsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadRowsResponse) ProtoMessage() {}
+
+func (x *ReadRowsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plugin_v1_plugin_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadRowsResponse.ProtoReflect.Descriptor instead.
+func (*ReadRowsResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_plugin_v1_plugin_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *ReadRowsResponse) GetRowsJson() [][]byte {
+	if x != nil {
+		return x.RowsJson
+	}
+	return nil
+}
+
+func (x *ReadRowsResponse) GetEnd() bool {
+	if x != nil {
+		return x.End
+	}
+	return false
+}
+
 var File_rollout_plugin_v1_plugin_proto protoreflect.FileDescriptor
 
 const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
@@ -2771,14 +2903,23 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\ametrics\x18\x02 \x03(\v20.rollout.plugin.v1.EvaluateResponse.MetricsEntryR\ametrics\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01*\x90\x01\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"z\n" +
+	"\x0fReadRowsRequest\x12\x16\n" +
+	"\x06plugin\x18\x01 \x01(\tR\x06plugin\x12\x14\n" +
+	"\x05split\x18\x02 \x01(\tR\x05split\x12\x16\n" +
+	"\x06offset\x18\x03 \x01(\x04R\x06offset\x12!\n" +
+	"\x05limit\x18\x04 \x01(\rB\v\xbaH\b*\x06\x18\x80\x80\x04(\x01R\x05limit\"A\n" +
+	"\x10ReadRowsResponse\x12\x1b\n" +
+	"\trows_json\x18\x01 \x03(\fR\browsJson\x12\x10\n" +
+	"\x03end\x18\x02 \x01(\bR\x03end*\xad\x01\n" +
 	"\n" +
 	"PluginKind\x12\x1b\n" +
 	"\x17PLUGIN_KIND_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12PLUGIN_KIND_REWARD\x10\x01\x12\x1b\n" +
 	"\x17PLUGIN_KIND_ENVIRONMENT\x10\x02\x12\x14\n" +
 	"\x10PLUGIN_KIND_TOOL\x10\x03\x12\x1a\n" +
-	"\x16PLUGIN_KIND_EVALUATION\x10\x042\xf8\x06\n" +
+	"\x16PLUGIN_KIND_EVALUATION\x10\x04\x12\x1b\n" +
+	"\x17PLUGIN_KIND_DATA_SOURCE\x10\x052\xcd\a\n" +
 	"\rPluginService\x12V\n" +
 	"\tHandshake\x12#.rollout.plugin.v1.HandshakeRequest\x1a$.rollout.plugin.v1.HandshakeResponse\x12M\n" +
 	"\x06Reward\x12 .rollout.plugin.v1.RewardRequest\x1a!.rollout.plugin.v1.RewardResponse\x12k\n" +
@@ -2788,7 +2929,8 @@ const file_rollout_plugin_v1_plugin_proto_rawDesc = "" +
 	"\x0fSaveEnvironment\x12).rollout.plugin.v1.SaveEnvironmentRequest\x1a*.rollout.plugin.v1.SaveEnvironmentResponse\x12h\n" +
 	"\x0fLoadEnvironment\x12).rollout.plugin.v1.LoadEnvironmentRequest\x1a*.rollout.plugin.v1.LoadEnvironmentResponse\x12S\n" +
 	"\bCallTool\x12\".rollout.plugin.v1.CallToolRequest\x1a#.rollout.plugin.v1.CallToolResponse\x12S\n" +
-	"\bEvaluate\x12\".rollout.plugin.v1.EvaluateRequest\x1a#.rollout.plugin.v1.EvaluateResponseB\xce\x01\n" +
+	"\bEvaluate\x12\".rollout.plugin.v1.EvaluateRequest\x1a#.rollout.plugin.v1.EvaluateResponse\x12S\n" +
+	"\bReadRows\x12\".rollout.plugin.v1.ReadRowsRequest\x1a#.rollout.plugin.v1.ReadRowsResponseB\xce\x01\n" +
 	"\x15com.rollout.plugin.v1B\vPluginProtoP\x01ZBgithub.com/rollout-rl/rollout/proto/gen/rollout/plugin/v1;pluginv1\xa2\x02\x03RPX\xaa\x02\x11Rollout.Plugin.V1\xca\x02\x11Rollout\\Plugin\\V1\xe2\x02\x1dRollout\\Plugin\\V1\\GPBMetadata\xea\x02\x13Rollout::Plugin::V1b\x06proto3"
 
 var (
@@ -2804,7 +2946,7 @@ func file_rollout_plugin_v1_plugin_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_plugin_v1_plugin_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_plugin_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_rollout_plugin_v1_plugin_proto_msgTypes = make([]protoimpl.MessageInfo, 44)
 var file_rollout_plugin_v1_plugin_proto_goTypes = []any{
 	(PluginKind)(0),                  // 0: rollout.plugin.v1.PluginKind
 	(*HandshakeRequest)(nil),         // 1: rollout.plugin.v1.HandshakeRequest
@@ -2844,13 +2986,15 @@ var file_rollout_plugin_v1_plugin_proto_goTypes = []any{
 	(*ToolResult)(nil),               // 35: rollout.plugin.v1.ToolResult
 	(*EvaluateRequest)(nil),          // 36: rollout.plugin.v1.EvaluateRequest
 	(*EvaluateResponse)(nil),         // 37: rollout.plugin.v1.EvaluateResponse
-	nil,                              // 38: rollout.plugin.v1.RewardScore.MetricsEntry
-	nil,                              // 39: rollout.plugin.v1.EnvironmentObservation.TensorsEntry
-	nil,                              // 40: rollout.plugin.v1.EnvironmentObservation.MetricsEntry
-	nil,                              // 41: rollout.plugin.v1.EnvironmentResult.ChildRewardsEntry
-	nil,                              // 42: rollout.plugin.v1.EvaluateResponse.MetricsEntry
-	(v11.Outcome)(0),                 // 43: rollout.trajectory.v1.Outcome
-	(*v1.Tensor)(nil),                // 44: rollout.tensor.v1.Tensor
+	(*ReadRowsRequest)(nil),          // 38: rollout.plugin.v1.ReadRowsRequest
+	(*ReadRowsResponse)(nil),         // 39: rollout.plugin.v1.ReadRowsResponse
+	nil,                              // 40: rollout.plugin.v1.RewardScore.MetricsEntry
+	nil,                              // 41: rollout.plugin.v1.EnvironmentObservation.TensorsEntry
+	nil,                              // 42: rollout.plugin.v1.EnvironmentObservation.MetricsEntry
+	nil,                              // 43: rollout.plugin.v1.EnvironmentResult.ChildRewardsEntry
+	nil,                              // 44: rollout.plugin.v1.EvaluateResponse.MetricsEntry
+	(v11.Outcome)(0),                 // 45: rollout.trajectory.v1.Outcome
+	(*v1.Tensor)(nil),                // 46: rollout.tensor.v1.Tensor
 }
 var file_rollout_plugin_v1_plugin_proto_depIdxs = []int32{
 	3,  // 0: rollout.plugin.v1.HandshakeResponse.plugins:type_name -> rollout.plugin.v1.PluginInfo
@@ -2858,17 +3002,17 @@ var file_rollout_plugin_v1_plugin_proto_depIdxs = []int32{
 	5,  // 2: rollout.plugin.v1.RewardRequest.groups:type_name -> rollout.plugin.v1.RewardGroup
 	6,  // 3: rollout.plugin.v1.RewardGroup.samples:type_name -> rollout.plugin.v1.RewardSample
 	8,  // 4: rollout.plugin.v1.RewardResponse.scores:type_name -> rollout.plugin.v1.RewardScore
-	38, // 5: rollout.plugin.v1.RewardScore.metrics:type_name -> rollout.plugin.v1.RewardScore.MetricsEntry
+	40, // 5: rollout.plugin.v1.RewardScore.metrics:type_name -> rollout.plugin.v1.RewardScore.MetricsEntry
 	9,  // 6: rollout.plugin.v1.RewardScore.steps:type_name -> rollout.plugin.v1.StepReward
-	39, // 7: rollout.plugin.v1.EnvironmentObservation.tensors:type_name -> rollout.plugin.v1.EnvironmentObservation.TensorsEntry
-	40, // 8: rollout.plugin.v1.EnvironmentObservation.metrics:type_name -> rollout.plugin.v1.EnvironmentObservation.MetricsEntry
+	41, // 7: rollout.plugin.v1.EnvironmentObservation.tensors:type_name -> rollout.plugin.v1.EnvironmentObservation.TensorsEntry
+	42, // 8: rollout.plugin.v1.EnvironmentObservation.metrics:type_name -> rollout.plugin.v1.EnvironmentObservation.MetricsEntry
 	10, // 9: rollout.plugin.v1.EnvironmentTurn.task:type_name -> rollout.plugin.v1.EnvironmentTask
 	16, // 10: rollout.plugin.v1.EnvironmentTurn.tool_calls:type_name -> rollout.plugin.v1.TurnToolCall
 	15, // 11: rollout.plugin.v1.EnvironmentTurn.replies:type_name -> rollout.plugin.v1.EnvironmentReply
 	16, // 12: rollout.plugin.v1.EnvironmentReply.tool_calls:type_name -> rollout.plugin.v1.TurnToolCall
-	43, // 13: rollout.plugin.v1.EnvironmentResult.outcome:type_name -> rollout.trajectory.v1.Outcome
+	45, // 13: rollout.plugin.v1.EnvironmentResult.outcome:type_name -> rollout.trajectory.v1.Outcome
 	8,  // 14: rollout.plugin.v1.EnvironmentResult.score:type_name -> rollout.plugin.v1.RewardScore
-	41, // 15: rollout.plugin.v1.EnvironmentResult.child_rewards:type_name -> rollout.plugin.v1.EnvironmentResult.ChildRewardsEntry
+	43, // 15: rollout.plugin.v1.EnvironmentResult.child_rewards:type_name -> rollout.plugin.v1.EnvironmentResult.ChildRewardsEntry
 	19, // 16: rollout.plugin.v1.EnvironmentChildTurns.turns:type_name -> rollout.plugin.v1.EnvironmentChildTurn
 	12, // 17: rollout.plugin.v1.EnvironmentChildTurn.observation:type_name -> rollout.plugin.v1.EnvironmentObservation
 	10, // 18: rollout.plugin.v1.ResetEnvironmentRequest.tasks:type_name -> rollout.plugin.v1.EnvironmentTask
@@ -2886,8 +3030,8 @@ var file_rollout_plugin_v1_plugin_proto_depIdxs = []int32{
 	35, // 30: rollout.plugin.v1.CallToolResponse.results:type_name -> rollout.plugin.v1.ToolResult
 	5,  // 31: rollout.plugin.v1.EvaluateRequest.groups:type_name -> rollout.plugin.v1.RewardGroup
 	8,  // 32: rollout.plugin.v1.EvaluateResponse.scores:type_name -> rollout.plugin.v1.RewardScore
-	42, // 33: rollout.plugin.v1.EvaluateResponse.metrics:type_name -> rollout.plugin.v1.EvaluateResponse.MetricsEntry
-	44, // 34: rollout.plugin.v1.EnvironmentObservation.TensorsEntry.value:type_name -> rollout.tensor.v1.Tensor
+	44, // 33: rollout.plugin.v1.EvaluateResponse.metrics:type_name -> rollout.plugin.v1.EvaluateResponse.MetricsEntry
+	46, // 34: rollout.plugin.v1.EnvironmentObservation.TensorsEntry.value:type_name -> rollout.tensor.v1.Tensor
 	1,  // 35: rollout.plugin.v1.PluginService.Handshake:input_type -> rollout.plugin.v1.HandshakeRequest
 	4,  // 36: rollout.plugin.v1.PluginService.Reward:input_type -> rollout.plugin.v1.RewardRequest
 	20, // 37: rollout.plugin.v1.PluginService.ResetEnvironment:input_type -> rollout.plugin.v1.ResetEnvironmentRequest
@@ -2897,17 +3041,19 @@ var file_rollout_plugin_v1_plugin_proto_depIdxs = []int32{
 	30, // 41: rollout.plugin.v1.PluginService.LoadEnvironment:input_type -> rollout.plugin.v1.LoadEnvironmentRequest
 	32, // 42: rollout.plugin.v1.PluginService.CallTool:input_type -> rollout.plugin.v1.CallToolRequest
 	36, // 43: rollout.plugin.v1.PluginService.Evaluate:input_type -> rollout.plugin.v1.EvaluateRequest
-	2,  // 44: rollout.plugin.v1.PluginService.Handshake:output_type -> rollout.plugin.v1.HandshakeResponse
-	7,  // 45: rollout.plugin.v1.PluginService.Reward:output_type -> rollout.plugin.v1.RewardResponse
-	21, // 46: rollout.plugin.v1.PluginService.ResetEnvironment:output_type -> rollout.plugin.v1.ResetEnvironmentResponse
-	24, // 47: rollout.plugin.v1.PluginService.StepEnvironment:output_type -> rollout.plugin.v1.StepEnvironmentResponse
-	27, // 48: rollout.plugin.v1.PluginService.CloseEnvironment:output_type -> rollout.plugin.v1.CloseEnvironmentResponse
-	29, // 49: rollout.plugin.v1.PluginService.SaveEnvironment:output_type -> rollout.plugin.v1.SaveEnvironmentResponse
-	31, // 50: rollout.plugin.v1.PluginService.LoadEnvironment:output_type -> rollout.plugin.v1.LoadEnvironmentResponse
-	34, // 51: rollout.plugin.v1.PluginService.CallTool:output_type -> rollout.plugin.v1.CallToolResponse
-	37, // 52: rollout.plugin.v1.PluginService.Evaluate:output_type -> rollout.plugin.v1.EvaluateResponse
-	44, // [44:53] is the sub-list for method output_type
-	35, // [35:44] is the sub-list for method input_type
+	38, // 44: rollout.plugin.v1.PluginService.ReadRows:input_type -> rollout.plugin.v1.ReadRowsRequest
+	2,  // 45: rollout.plugin.v1.PluginService.Handshake:output_type -> rollout.plugin.v1.HandshakeResponse
+	7,  // 46: rollout.plugin.v1.PluginService.Reward:output_type -> rollout.plugin.v1.RewardResponse
+	21, // 47: rollout.plugin.v1.PluginService.ResetEnvironment:output_type -> rollout.plugin.v1.ResetEnvironmentResponse
+	24, // 48: rollout.plugin.v1.PluginService.StepEnvironment:output_type -> rollout.plugin.v1.StepEnvironmentResponse
+	27, // 49: rollout.plugin.v1.PluginService.CloseEnvironment:output_type -> rollout.plugin.v1.CloseEnvironmentResponse
+	29, // 50: rollout.plugin.v1.PluginService.SaveEnvironment:output_type -> rollout.plugin.v1.SaveEnvironmentResponse
+	31, // 51: rollout.plugin.v1.PluginService.LoadEnvironment:output_type -> rollout.plugin.v1.LoadEnvironmentResponse
+	34, // 52: rollout.plugin.v1.PluginService.CallTool:output_type -> rollout.plugin.v1.CallToolResponse
+	37, // 53: rollout.plugin.v1.PluginService.Evaluate:output_type -> rollout.plugin.v1.EvaluateResponse
+	39, // 54: rollout.plugin.v1.PluginService.ReadRows:output_type -> rollout.plugin.v1.ReadRowsResponse
+	45, // [45:55] is the sub-list for method output_type
+	35, // [35:45] is the sub-list for method input_type
 	35, // [35:35] is the sub-list for extension type_name
 	35, // [35:35] is the sub-list for extension extendee
 	0,  // [0:35] is the sub-list for field type_name
@@ -2933,7 +3079,7 @@ func file_rollout_plugin_v1_plugin_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_plugin_v1_plugin_proto_rawDesc), len(file_rollout_plugin_v1_plugin_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   42,
+			NumMessages:   44,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -4,9 +4,9 @@
 // - protoc             (unknown)
 // source: rollout/plugin/v1/plugin.proto
 
-// Package rollout.plugin.v1 is how workers call user code: rewards, environments, tools, and
-// evaluations. The same messages are used in process, in a child process, and to a sidecar, which
-// serves PluginService in any language.
+// Package rollout.plugin.v1 is how workers call user code: rewards, environments, tools,
+// evaluations, and data sources. The same messages are used in process, in a child process, and to
+// a sidecar, which serves PluginService in any language.
 //
 // Calls are batched. Each has a gRPC deadline. A call that fails has a status with
 // google.rpc.ErrorInfo: `reason` (e.g. REWARD_RAISED), domain `rollout`, and metadata `fix`,
@@ -42,6 +42,7 @@ const (
 	PluginService_LoadEnvironment_FullMethodName  = "/rollout.plugin.v1.PluginService/LoadEnvironment"
 	PluginService_CallTool_FullMethodName         = "/rollout.plugin.v1.PluginService/CallTool"
 	PluginService_Evaluate_FullMethodName         = "/rollout.plugin.v1.PluginService/Evaluate"
+	PluginService_ReadRows_FullMethodName         = "/rollout.plugin.v1.PluginService/ReadRows"
 )
 
 // PluginServiceClient is the client API for PluginService service.
@@ -73,6 +74,9 @@ type PluginServiceClient interface {
 	CallTool(ctx context.Context, in *CallToolRequest, opts ...grpc.CallOption) (*CallToolResponse, error)
 	// Evaluate scores answers of an evaluation suite.
 	Evaluate(ctx context.Context, in *EvaluateRequest, opts ...grpc.CallOption) (*EvaluateResponse, error)
+	// ReadRows returns the rows of a data source from an index on. The same request always has the
+	// same rows.
+	ReadRows(ctx context.Context, in *ReadRowsRequest, opts ...grpc.CallOption) (*ReadRowsResponse, error)
 }
 
 type pluginServiceClient struct {
@@ -173,6 +177,16 @@ func (c *pluginServiceClient) Evaluate(ctx context.Context, in *EvaluateRequest,
 	return out, nil
 }
 
+func (c *pluginServiceClient) ReadRows(ctx context.Context, in *ReadRowsRequest, opts ...grpc.CallOption) (*ReadRowsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ReadRowsResponse)
+	err := c.cc.Invoke(ctx, PluginService_ReadRows_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // PluginServiceServer is the server API for PluginService service.
 // All implementations must embed UnimplementedPluginServiceServer
 // for forward compatibility.
@@ -202,6 +216,9 @@ type PluginServiceServer interface {
 	CallTool(context.Context, *CallToolRequest) (*CallToolResponse, error)
 	// Evaluate scores answers of an evaluation suite.
 	Evaluate(context.Context, *EvaluateRequest) (*EvaluateResponse, error)
+	// ReadRows returns the rows of a data source from an index on. The same request always has the
+	// same rows.
+	ReadRows(context.Context, *ReadRowsRequest) (*ReadRowsResponse, error)
 	mustEmbedUnimplementedPluginServiceServer()
 }
 
@@ -238,6 +255,9 @@ func (UnimplementedPluginServiceServer) CallTool(context.Context, *CallToolReque
 }
 func (UnimplementedPluginServiceServer) Evaluate(context.Context, *EvaluateRequest) (*EvaluateResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Evaluate not implemented")
+}
+func (UnimplementedPluginServiceServer) ReadRows(context.Context, *ReadRowsRequest) (*ReadRowsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ReadRows not implemented")
 }
 func (UnimplementedPluginServiceServer) mustEmbedUnimplementedPluginServiceServer() {}
 func (UnimplementedPluginServiceServer) testEmbeddedByValue()                       {}
@@ -422,6 +442,24 @@ func _PluginService_Evaluate_Handler(srv interface{}, ctx context.Context, dec f
 	return interceptor(ctx, in, info, handler)
 }
 
+func _PluginService_ReadRows_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ReadRowsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(PluginServiceServer).ReadRows(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: PluginService_ReadRows_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(PluginServiceServer).ReadRows(ctx, req.(*ReadRowsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // PluginService_ServiceDesc is the grpc.ServiceDesc for PluginService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -464,6 +502,10 @@ var PluginService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Evaluate",
 			Handler:    _PluginService_Evaluate_Handler,
+		},
+		{
+			MethodName: "ReadRows",
+			Handler:    _PluginService_ReadRows_Handler,
 		},
 	},
 	Streams:  []grpc.StreamDesc{},
