@@ -1,15 +1,17 @@
 """Sidecars in a run: a reward in Go whose process is killed again and again during its calls. The
 weights are those of the same reward in Python, so nothing is lost, and nothing is scored 0."""
 
+import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from conftest import GROUPS, SAMPLES
-from mesh import Mesh, assert_consumed_once, mesh, until
+from mesh import ROOT, Mesh, assert_consumed_once, mesh, until
 
 from rollout_testing.go import go_program
 
@@ -20,6 +22,32 @@ def manifest(folder: Path, called: Path) -> Path:
     command = f'command = ["{go_program("plugintest")}", "{called}"]'
     made.write_text(f'name = "digit_share"\nversion = "1.0.0"\nkind = "reward"\n{command}\n')
     return made
+
+
+def rollout(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    program = str(ROOT / "bin" / "rollout")
+    return subprocess.run([program, "plugin", *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_a_plugin_is_made_tested_and_listed(tmp_path: Path) -> None:
+    made = rollout("new", "tool", "total", folder=tmp_path)
+    assert made.returncode == 0 and "made total: pyproject.toml, samples.jsonl, test_total.py, total.py" in made.stdout, (
+        made.stderr
+    )
+    tested = rollout("test", "total/total.py:total", folder=tmp_path)
+    assert tested.returncode == 0 and "tool total/total.py:total passes" in tested.stdout, tested.stdout + tested.stderr
+    (tmp_path / "total" / "samples.jsonl").write_text('{"arguments": {"a": 1, "b": 1}, "content": "3"}\n')
+    failed = rollout("test", "total/total.py:total", "--format", "json", folder=tmp_path)
+    assert failed.returncode == 65
+    verdicts = {each["check"]: each for each in json.loads(failed.stdout)["verdicts"]}
+    assert verdicts["golden"]["detail"] == 'sample 1: `content` is "2", expected "3"' and verdicts["golden"]["fix"]
+    (tmp_path / "plugin.toml").write_text('name = "x"\nversion = "2.0.0"\nkind = "reward"\ncommand = ["python", "-V"]\n')
+    listed = json.loads(rollout("list", "--format", "json", folder=tmp_path).stdout)["plugins"]
+    [mine] = [each for each in listed if each["from"] == "manifest"]
+    assert (mine["kind"], mine["version"], mine["use"]) == ("reward", "2.0.0", "plugin.toml:x") and mine["digest"].startswith(
+        "sha256-"
+    )
+    assert {each["name"] for each in listed if each["from"] == "builtin"} >= {"gymnasium", "search"}
 
 
 def processes(program: Path) -> Iterator[int]:

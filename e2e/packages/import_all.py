@@ -8,6 +8,7 @@ import importlib.metadata
 import sys
 
 ENGINES = ("sglang", "vllm")
+OF_THE_LEARNER = "rollout_plugins.testing.tensors"
 failed: dict[str, str] = {}
 imported = 0
 for file in importlib.metadata.files(sys.argv[1]) or ():
@@ -18,12 +19,14 @@ for file in importlib.metadata.files(sys.argv[1]) or ():
         importlib.import_module(name)
         imported += 1
     except ModuleNotFoundError as error:
-        if error.name not in ENGINES or not name.startswith(f"rollout_workers.engines.{error.name}."):
+        if name == OF_THE_LEARNER and error.name == "torch":
+            print(f"skipped {name}: losses are tested where the workers are installed", file=sys.stderr)
+        elif error.name not in ENGINES or not name.startswith(f"rollout_workers.engines.{error.name}."):
             failed[name] = f"{type(error).__name__}: {error}"
         else:
             print(f"skipped {name}: {error.name} has a separate environment", file=sys.stderr)
     except Exception as error:
         failed[name] = f"{type(error).__name__}: {error}"
-assert imported > 50, imported
+assert imported > (8 if sys.argv[1] == "rollout-plugins" else 50), imported
 assert not failed, failed
 print(imported, "torch" in sys.modules)

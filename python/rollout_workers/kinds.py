@@ -128,7 +128,7 @@ def _infer(spec: str) -> NoReturn:
 
 
 def _plugin(spec: str) -> NoReturn:
-    from rollout.environments.install import command
+    from rollout_plugins.command import command
 
     sys.exit(command(spec))
 

@@ -1,4 +1,5 @@
-"""The hooks of the build: the dependency on ``rollout-rl``, and the CPU kernels.
+"""The hooks of the build: the dependencies on ``rollout-rl`` and ``rollout-plugins``, and the CPU
+kernels.
 
 The kernels are compiled if there is a C compiler. Without one the wheel is pure Python, and the
 workers use torch and numpy.
@@ -19,10 +20,13 @@ FOLDER = "rollout_workers/kernels"
 
 
 class Dependencies(MetadataHookInterface):
-    """Adds ``rollout-rl`` of the same version to the dependencies."""
+    """Adds ``rollout-rl`` and ``rollout-plugins`` of the same version to the dependencies."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        metadata["dependencies"] = [f"rollout-rl=={metadata['version']}", *self.config["dependencies"]]
+        metadata["dependencies"] = [
+            *(f"{name}=={metadata['version']}" for name in ("rollout-rl", "rollout-plugins")),
+            *self.config["dependencies"],
+        ]
 
 
 class KernelHook(BuildHookInterface[Any]):

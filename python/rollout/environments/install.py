@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -65,25 +64,8 @@ def install(name: str, folder: str | os.PathLike[str], *, again: bool = False) -
     return made
 
 
-def command(spec: str) -> int:
-    """Answer the request in the file ``spec`` with JSON on stdout: ``{"list": true}``, or
-    ``{"install": "gymnasium", "folder": "/...", "again": false}``. The exit code is 1 with
-    ``{"error": {"reason", "message", "fix"}}``."""
-    request = json.loads(Path(spec).read_text())
-    if request.get("list"):
-        json.dump({"plugins": [{"name": name, "packages": _packages(name)} for name in PLUGINS]}, sys.stdout)
-        return 0
-    try:
-        made = install(request["install"], request["folder"], again=bool(request.get("again")))
-    except RolloutError as error:
-        json.dump({"error": {"reason": error.reason, "message": error.message, "fix": error.fix}}, sys.stdout)
-        return 1
-    json.dump({"python": str(made), "packages": _packages(request["install"])}, sys.stdout)
-    return 0
-
-
-def _packages(name: str) -> dict[str, str]:
-    """The version of the package that the environment is made for."""
+def packages(name: str) -> dict[str, str]:
+    """The version of the package that the environment of a kind is made for."""
     wanted = name.replace("_", "-")
     lines = _lock(name).read_text().splitlines()
     pinned = dict(line.removesuffix(" \\").split(" ;")[0].split("==") for line in lines if "==" in line and line[0].isalpha())
