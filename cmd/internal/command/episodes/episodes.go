@@ -3,6 +3,7 @@ package episodes
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"strings"
 
@@ -108,7 +109,7 @@ func episodeText(env *cli.Env, e *snapshotv1.Episode) string {
 	for _, turn := range e.GetTrajectory().GetTurns() {
 		text := turn.GetText()
 		if len(turn.GetMessages()) > 0 {
-			text = strings.Join(turn.GetMessages(), "\n")
+			text = said(turn.GetMessages())
 		}
 		if !turn.GetSampled() {
 			fmt.Fprintf(&out, "  %s  %q\n", s.Dim("environment"), text)
@@ -119,6 +120,21 @@ func episodeText(env *cli.Env, e *snapshotv1.Episode) string {
 	}
 	fmt.Fprintf(&out, "  %s  %s\n", s.Dim("state"), e.GetEnvironmentState())
 	return out.String()
+}
+
+// said is the content of messages; the whole message if it has more than a text.
+func said(messages []string) string {
+	var lines []string
+	for _, message := range messages {
+		var fields map[string]any
+		_ = json.Unmarshal([]byte(message), &fields) // it is shown as it is
+		text, ok := fields["content"].(string)
+		if delete(fields, "role"); !ok || len(fields) > 1 {
+			text = message
+		}
+		lines = append(lines, text)
+	}
+	return strings.Join(lines, "\n")
 }
 
 func nameOf(key *trajectoryv1.TrajectoryKey) string {

@@ -220,6 +220,8 @@ func changed(done string, before runv1.RunState, run *runv1.Run) string {
 		return fmt.Sprintf("%s is already running; it is %s\n", name, state)
 	case done == "cancelled" && live.Ended(before) && before != runv1.RunState_RUN_STATE_INTERRUPTED:
 		return fmt.Sprintf("%s has already ended and is %s; there was nothing to cancel\n", name, state)
+	case done == "cancelled" && !live.Ended(run.GetState()):
+		return fmt.Sprintf("%s is being cancelled; it is still %s\n", name, state)
 	}
 	return fmt.Sprintf("%s %s; it is %s\n", done, name, state)
 }
