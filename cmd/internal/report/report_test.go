@@ -174,6 +174,27 @@ func TestReportOfARunThatMadeNoStep(t *testing.T) {
 	}
 }
 
+func TestAGateThatEndedTheRunIsNamed(t *testing.T) {
+	t.Parallel()
+	const evidence = "gate good: `eval/reward >= 0.8` holds at step 40: eval/reward is 0.85"
+	for _, c := range []struct {
+		state        runv1.RunState
+		reason, want string
+	}{
+		{runv1.RunState_RUN_STATE_SUCCEEDED, "STOPPED_BY_GATE", "The run was stopped by " + evidence},
+		{runv1.RunState_RUN_STATE_PAUSED, "PAUSED_BY_GATE", "The run was paused by " + evidence},
+		{runv1.RunState_RUN_STATE_SUCCEEDED, "", ""},
+		{runv1.RunState_RUN_STATE_PAUSED, "", ""},
+	} {
+		d := learned(60, nil)
+		run := d.Run.Status.GetRun()
+		run.State, run.Reason, run.Message = c.state, c.reason, evidence
+		if got := strings.Join(d.notes(), "\n"); got != c.want {
+			t.Errorf("%s %s: %q, want %q", c.state, c.reason, got, c.want)
+		}
+	}
+}
+
 func TestTicks(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
