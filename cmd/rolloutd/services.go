@@ -250,7 +250,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 				Local: local.Launcher{Log: local.LogLimits{Bytes: int64(m.cfg.Worker.LogBytes), LinesPerSecond: m.cfg.Worker.LogRate}},
 				Host:  keepers, Epoch: epoch,
 			},
-			Dial: dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService),
+			Dial: dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService), Locks: store.Blocked,
 		})
 	})
 }

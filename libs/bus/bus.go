@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"strings"
 	"time"
 
@@ -104,6 +105,17 @@ func (b *Bus) Conn() *nats.Conn { return b.nc }
 
 // JetStream returns the underlying client, for functions that this package does not wrap.
 func (b *Bus) JetStream() jetstream.JetStream { return b.js }
+
+// Servers are the addresses that it connects to: those of the URL, and those that a cluster has
+// reported.
+func (b *Bus) Servers() (addresses []string) {
+	for _, server := range b.nc.Servers() {
+		if at, err := url.Parse(server); err == nil {
+			addresses = append(addresses, at.Host)
+		}
+	}
+	return addresses
+}
 
 // Healthy reports whether the connection is up.
 func (b *Bus) Healthy() bool { return b.nc.IsConnected() }

@@ -8,8 +8,10 @@ import (
 	"time"
 
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/libs/wait"
+	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
@@ -35,7 +37,7 @@ var ofWorkers = []string{wait.WorkerLoading, wait.WorkerUnregistered, wait.Worke
 var ofGateway = []string{wait.WorkersMissing, wait.WorkersFailed, wait.Weights, wait.Slot, wait.NotWithWorkers, wait.SessionsOpen, wait.NoAgent}
 
 // hindrances are the reasons why a worker does nothing, the gravest first.
-var hindrances = []string{"DISK_FULL", wait.WorkerStopped, wait.WorkerInIO, wait.WorkerSilent, wait.EnginePaused, "ENGINE_DRAINS", wait.WeightsRefused, "PUBLISH_REFUSED"}
+var hindrances = []string{"DISK_FULL", wait.WorkerStopped, wait.WorkerThrottled, wait.WorkerInIO, wait.WorkerSilent, wait.EnginePaused, "ENGINE_DRAINS", wait.WeightsRefused, "PUBLISH_REFUSED"}
 
 func is(reasons ...string) func(*waitv1.Wait) bool {
 	return func(w *waitv1.Wait) bool { return slices.Contains(reasons, w.GetReason()) }
@@ -105,26 +107,68 @@ func (e *explainer) toRoot(phase, root *waitv1.Wait) {
 		return
 	}
 	last.Fix = cmp.Or(last.GetFix(), "check with `rollout status` and `rollout doctor` that it runs and can be reached")
-	if silent := e.silent(root); silent != nil {
+	if silent := e.silent(root.GetSubjects()...); silent != nil {
+		if e.Processes[silent.GetName()].PID != 0 {
+			e.away(silent, root.GetSince())
+			return
+		}
 		last.Owner = silent.GetName()
 		last.Evidence += "; " + silent.GetName() + " does not answer this command either: " + silent.GetError()
 	}
 }
 
-// silent is the service of a wait that did not answer; nil if all did.
-func (e *explainer) silent(w *waitv1.Wait) *waitv1.Unanswered {
-	for _, u := range e.Unanswered {
-		if slices.Contains(w.GetSubjects(), u.GetName()) {
-			return u
+// needs lists the services that each service calls to do its part of a step.
+var needs = map[string][]string{
+	names.SnapshotService:   {names.StorageService, names.ControllerService, names.BufferService},
+	names.ControllerService: {names.BufferService, names.SnapshotService, names.StorageService},
+}
+
+// silent is the service that did not answer: one of these, or one that they need; nil if all did.
+func (e *explainer) silent(services ...string) *waitv1.Unanswered {
+	queue := slices.Clone(services)
+	for i := 0; i < len(queue); i++ {
+		for _, u := range e.Unanswered {
+			if u.GetName() == queue[i] {
+				return u
+			}
+		}
+		for _, next := range needs[queue[i]] {
+			if !slices.Contains(queue, next) {
+				queue = append(queue, next)
+			}
 		}
 	}
 	return nil
 }
 
+// away adds that a service does not answer, with what is known of its process.
+func (e *explainer) away(u *waitv1.Unanswered, since *timestamppb.Timestamp) {
+	name, p := u.GetName(), e.Processes[u.GetName()]
+	switch {
+	case p.Stopped:
+		e.because(wait.User, wait.ServiceStopped, since, fmt.Sprintf("%s at %s does not answer: its process (rolloutd, pid %d of this host) is stopped by a signal or a debugger", name, p.Address, p.PID),
+			fmt.Sprintf("continue it: `kill -CONT %d`; the run then continues", p.PID))
+	case p.PID != 0:
+		e.because(name, wait.NoAnswer, since, fmt.Sprintf("%s at %s (rolloutd, pid %d of this host) does not answer: %s", name, p.Address, p.PID, u.GetError()),
+			fmt.Sprintf("see the log of that process; if it hangs, end it (`kill %d`) and start it again: the run then continues", p.PID))
+	default:
+		e.because(name, wait.NoAnswer, since, name+" does not answer: "+u.GetError(),
+			"see with `rollout status` where it ran, and on that host whether its rolloutd runs (start it again) or is stopped (`kill -CONT PID`); the run then continues")
+	}
+}
+
+// does is what a run does in a phase, for people.
+func (e *explainer) does(phase string) string {
+	if phase == leasing {
+		return fmt.Sprintf("it is sampling the groups of step %d of %d", e.run.GetStep()+1, e.run.GetTotalSteps())
+	}
+	return "it is " + strings.ToLower(phase) + " at step " + steps(e.run)
+}
+
 // nothing explains a run without a wait: if the learner has the step, what it does may be why.
 func (e *explainer) nothing() {
 	phase := cmp.Or(e.Status.GetPhase(), state(e.run.GetState()))
-	last := e.because("rollout", "NOTHING", e.Status.GetWaitingSince(), "the run waits for nothing: it is "+phase+" at step "+steps(e.run), "")
+	last := e.because("rollout", "NOTHING", e.Status.GetWaitingSince(), "the run waits for nothing: "+e.does(phase), "")
 	learner := func(w *runv1.Worker) bool { return w.GetKind() == "learner" }
 	i := slices.IndexFunc(e.Status.GetWorkers(), learner)
 	if phase != training || i < 0 {
@@ -144,9 +188,8 @@ func (e *explainer) nothing() {
 // busy explains a phase in which named workers or a service do something.
 func (e *explainer) busy(phase *waitv1.Wait) {
 	last := e.head(phase)
-	if silent := e.silent(phase); silent != nil {
-		e.because(silent.GetName(), wait.NoAnswer, phase.GetSince(), silent.GetName()+" does not answer: "+silent.GetError(),
-			"check with `rollout status` that it runs; the run continues by itself")
+	if silent := e.silent(phase.GetSubjects()...); silent != nil {
+		e.away(silent, phase.GetSince())
 		return
 	}
 	subjects := e.subjects(phase)
@@ -167,7 +210,7 @@ func (e *explainer) busy(phase *waitv1.Wait) {
 		}
 	}
 	if len(subjects) == 0 && len(phase.GetSubjects()) > 0 { // a service
-		last.Fix = cmp.Or(last.GetFix(), "it ends by itself; if it does not, see the log of "+phase.GetSubjects()[0]+" for errors, and check its disk and its database with `rollout doctor`")
+		last.Fix = cmp.Or(last.GetFix(), "it ends by itself; see the log of "+phase.GetSubjects()[0]+" for errors, and check its disk and its database with `rollout doctor`")
 		return
 	}
 	last.Fix = cmp.Or(last.GetFix(), "it ends by itself; see the output of a worker with `rollout logs worker "+e.run.GetRunId()+" WORKER`")

@@ -29,6 +29,14 @@ type State struct {
 	Unanswered []*waitv1.Unanswered    // what was asked and did not answer
 	Dead       bool                    // no control plane runs; the state was read from its folder
 	Logs       map[string][]string     // last lines of the logs of workers
+	Processes  map[string]Process      // of services that did not answer, by their names, if they are on this host
+}
+
+// Process is the rolloutd of a service on this host.
+type Process struct {
+	PID     int
+	Address string // host:port
+	Stopped bool   // by a signal or a debugger
 }
 
 // Of explains a state.
@@ -51,6 +59,7 @@ func Of(s State) *waitv1.Explanation {
 	default:
 		e.active()
 	}
+	e.due()
 	out.Chain, out.Others = e.chain, e.others
 	return out
 }
@@ -104,9 +113,14 @@ func (e *explainer) noScheduler() {
 				"check that the Consul agent, or the process with `--target registry`, runs; with `--server` the command asks a service directly")
 			return
 		}
-		if u.GetName() == "scheduler" {
-			why = u.GetError()
+		if u.GetName() != "scheduler" {
+			continue
 		}
+		if e.Processes["scheduler"].PID != 0 {
+			e.away(u, nil)
+			return
+		}
+		why = u.GetError()
 	}
 	e.because("scheduler", wait.NoAnswer, nil, "the scheduler, which knows the run, does not answer: "+why,
 		"see which services run with `rollout status`; start the scheduler again, and it continues the run or records it as interrupted")
@@ -208,5 +222,6 @@ var fixes = map[string]string{
 	"REWARD_FILE_CHANGED":   "restore the file, or make a new plan with `rollout plan`",
 	"NON_FINITE_GRADIENT":   "lower `train.learning_rate`, and start from an earlier snapshot",
 	"EXPLODING_GRADIENT":    "lower `train.learning_rate` or `train.max_grad_norm`, and start from an earlier snapshot",
+	"BLOB_DENIED":           "correct the credentials of the bucket where rolloutd has them (blob.access_key with blob.secret_key, or blob.credentials), start rolloutd again, and continue with `rollout run --resume RUN`",
 	"LEDGER_CONFIG_CHANGED": "resume the run with the plan that it was started with",
 }

@@ -132,6 +132,13 @@ var (
 	full    = waiting("user", "DISK_FULL", 20, "space on the disk: 10 MiB are free on /state/segments, and 200 MiB are kept as a reserve", "delete files there; the run continues by itself")
 )
 
+// throttled is the wait of a worker whose cgroup may use too little CPU.
+var throttled = waiting("user", "WORKER_THROTTLED", 0, "the process of a worker (102) is throttled: its cgroup /job may use 0.2 % of a CPU", "raise the quota")
+
+func silentStorage(s *State) {
+	s.Unanswered = []*waitv1.Unanswered{{Name: "storage", Error: "look up storage in Consul: no instance is passing its health check"}}
+}
+
 // stalls are states of runs that do not move, with the reason of the root of each.
 var stalls = []struct {
 	name  string
@@ -252,6 +259,45 @@ var stalls = []struct {
 			s.Unanswered = []*waitv1.Unanswered{{Name: "snapshot", Error: "context deadline exceeded"}}
 		},
 	}, "NO_ANSWER"},
+	{"the snapshot service waits for the storage service, which is stopped", []func(*State){
+		phase("SNAPSHOTTING", by(waiting("snapshot", "SNAPSHOTTING", 45, "snapshot to store the files", ""), "snapshot")), silentStorage,
+		func(s *State) {
+			s.Processes = map[string]Process{"storage": {PID: 4711, Address: "127.0.0.1:7301", Stopped: true}}
+		},
+	}, "SERVICE_STOPPED"},
+	{"the snapshot service waits for the storage service, which hangs", []func(*State){
+		phase("SNAPSHOTTING", by(waiting("snapshot", "SNAPSHOTTING", 45, "snapshot to store the files", ""), "snapshot")), silentStorage,
+		func(s *State) {
+			s.Processes = map[string]Process{"storage": {PID: 4711, Address: "127.0.0.1:7301"}}
+		},
+	}, "NO_ANSWER"},
+	{"the snapshot service waits for the storage service, which is on another host", []func(*State){
+		phase("SNAPSHOTTING", by(waiting("snapshot", "SNAPSHOTTING", 45, "snapshot to store the files", ""), "snapshot")), silentStorage,
+	}, "NO_ANSWER"},
+	{"the storage service is stopped, and the run does not need it", []func(*State){
+		with(groups("REWARD_CALL", "judge.py:judge", 47, 60, "the reward call to judge.py:judge has taken 47 s of 60 s", 88)), silentStorage,
+	}, "REWARD_CALL"},
+	{"the buffer is stopped", []func(*State){
+		phase("LEASING", by(waiting("buffer", "NO_ANSWER", 15, "buffer to answer: context deadline exceeded", "check that the service runs"), "buffer")),
+		func(s *State) {
+			s.Unanswered = []*waitv1.Unanswered{{Name: "buffer", Error: "context deadline exceeded"}}
+			s.Processes = map[string]Process{"buffer": {PID: 4712, Address: "127.0.0.1:7302", Stopped: true}}
+		},
+	}, "SERVICE_STOPPED"},
+	{"the scheduler is stopped", []func(*State){func(s *State) {
+		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "scheduler", Error: "context deadline exceeded"}},
+			Processes: map[string]Process{"scheduler": {PID: 4713, Address: "127.0.0.1:7303", Stopped: true}}}
+	}}, "SERVICE_STOPPED"},
+	{"another session of PostgreSQL has a lock", []func(*State){phase("LEASING",
+		by(waiting("user", "DATABASE_BLOCKED", 20, "the database of buffer, where a statement waits for a lock on the table rollout_buffer.sample of PostgreSQL, which the session with pid 99 holds (application psql)", "end that session"), "buffer"),
+		lacks(20), waiting("buffer", "INGEST_FAILS", 17, "the buffer to write the samples that have arrived", "check"))}, "DATABASE_BLOCKED"},
+	{"an inference worker is throttled", []func(*State){
+		with(groups("GENERATE", "inference-2", 140, 0, "the engine has generated for 140 s", 97)), hindered(1, throttled), hindered(1, silent),
+	}, "WORKER_THROTTLED"},
+	{"a throttled worker left the registry", []func(*State){
+		away(0, "worker", "WORKER_UNREGISTERED", "inference-0 to register again or exit: it left the registry (worker process)"), hindered(0, throttled),
+	}, "WORKER_THROTTLED"},
+	{"the first groups are sampled", []func(*State){phase("LEASING")}, "NOTHING"},
 	{"the disk of a worker is full", []func(*State){hindered(1, by(waiting("user", "DISK_FULL", 20, "the samples of inference-2 are not accepted, and sampled again: 10 MiB are free", "free some space"), "inference-2"))}, "DISK_FULL"},
 	{"no weights of the newest version fit on the disk of a worker", []func(*State){
 		phase("DELIVERING", by(waiting("inference-2", "DELIVERING", 40, "inference-2 to load weights version 12", ""), "inference-2")),
@@ -330,6 +376,7 @@ var stalls = []struct {
 	{"every group was excluded, and a worker knows why", []func(*State){ended(runv1.RunState_RUN_STATE_FAILED, "EVERY_GROUP_EXCLUDED", "step 12: every group of the step was excluded",
 		&eventv1.Event{Kind: "log", Level: eventv1.Level_LEVEL_WARN, Service: "inference-worker/inference-0", Time: ago(63), Message: "the teacher at http://teacher/v1/completions answers 429: slow down"},
 		&eventv1.Event{Kind: "group.excluded", Level: eventv1.Level_LEVEL_WARN, Service: "scheduler", Time: ago(62), Attributes: map[string]string{"last_reason": "TEACHER_BUSY"}, Message: "group 0/3 is excluded: 3 attempts failed, the last one with TEACHER_BUSY"})}, "TEACHER_BUSY"},
+	{"the bucket refused the credentials", []func(*State){ended(runv1.RunState_RUN_STATE_FAILED, "BLOB_DENIED", "the object store http://s3:9000 (bucket \"runs\") refused the credentials to put cas/d6/blake3-d6: HTTP 403")}, "BLOB_DENIED"},
 	{"a gate stopped the run", []func(*State){ended(runv1.RunState_RUN_STATE_SUCCEEDED, "STOPPED_BY_GATE", "gate good: `eval/reward >= 0.8` holds at step 12: eval/reward is 0.81")}, "STOPPED_BY_GATE"},
 	{"the run was cancelled", []func(*State){ended(runv1.RunState_RUN_STATE_CANCELLED, "", "")}, "CANCELLED"},
 	{"the run succeeded", []func(*State){ended(runv1.RunState_RUN_STATE_SUCCEEDED, "", ""), func(s *State) { s.Status.Run.Step = 40 }}, "SUCCEEDED"},
@@ -397,5 +444,34 @@ func TestEveryWaitIsComplete(t *testing.T) {
 		if !fix && !selfEnding[c.root] {
 			t.Errorf("%s: no fix", c.name)
 		}
+	}
+}
+
+// No fix promises that a wait ends without help once it has lasted for an hour.
+func TestAnOldWaitHasAFix(t *testing.T) {
+	young := 0
+	for _, c := range stalls {
+		promise := func(w *waitv1.Wait) bool {
+			return strings.Contains(w.GetFix(), "by itself") || strings.Contains(w.GetFix(), "by themselves")
+		}
+		state := planted(c.plant)
+		for _, w := range Of(state).GetChain() {
+			if promise(w) {
+				young++
+			}
+		}
+		state.Time = noon.Add(time.Hour)
+		before := fmt.Sprint(state.Status)
+		for _, w := range Of(state).GetChain() {
+			if promise(w) {
+				t.Errorf("%s: after an hour the fix is %q", c.name, w.GetFix())
+			}
+		}
+		if after := fmt.Sprint(state.Status); after != before {
+			t.Errorf("%s: the state was changed", c.name)
+		}
+	}
+	if young == 0 {
+		t.Error("no young wait has a fix that says so")
 	}
 }

@@ -117,6 +117,8 @@ func domain(err error) error {
 		return err
 	}
 	switch code := state(err); {
+	case errors.Is(err, ErrTimeout): // it names a lock
+		return err
 	case strings.HasPrefix(code, "28"), code == "3D000":
 		return ErrDenied.Wrap(err)
 	case code == queryCanceled:

@@ -41,6 +41,8 @@ type server struct {
 	login  pgx.ConnConfig // as the URL's user
 	schema string
 	marks  marks
+
+	statement time.Duration // after which the server cancels a statement
 }
 
 // Schema is the name of a service's schema and role.
@@ -56,7 +58,7 @@ func (p Postgres) Open(ctx context.Context, service string, d Durability) (*DB, 
 	}
 	login.ConnectTimeout = connectTimeout
 	login.RuntimeParams["application_name"] = "rollout " + service
-	s := &server{login: *login.Copy(), schema: p.Schema(service)}
+	s := &server{login: *login.Copy(), schema: p.Schema(service), statement: p.StatementTimeout}
 	if err := s.prepare(ctx); err != nil {
 		return nil, fmt.Errorf("open the database of %s: %w", service, err)
 	}

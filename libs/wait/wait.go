@@ -39,8 +39,13 @@ const (
 	WorkerStopped      = "WORKER_STOPPED"
 	WorkerInIO         = "WORKER_IN_IO"
 	WorkerSilent       = "WORKER_SILENT"
-	WeightsRefused     = "WEIGHTS_REFUSED" // a worker could not load them
+	WorkerThrottled    = "WORKER_THROTTLED" // by a limit on its CPU time
+	DatabaseBlocked    = "DATABASE_BLOCKED" // another session of PostgreSQL holds a lock
+	WeightsRefused     = "WEIGHTS_REFUSED"  // a worker could not load them
 )
+
+// ServiceStopped is of `rollout explain`: the process of a service is stopped by a signal.
+const ServiceStopped = "SERVICE_STOPPED"
 
 // Reasons of the gateway.
 const (

@@ -96,10 +96,10 @@ func (s *liveState) ingestWait() *waitv1.Wait {
 	switch {
 	case s.failing != nil:
 		w.Evidence = "the buffer to write the samples that have arrived, which fails: " + rpcerr.Text(s.failing)
-		w.Fix = cmp.Or(rpcerr.Fix(s.failing), "see its log; the buffer tries again, and the run continues by itself")
+		w.Fix = cmp.Or(rpcerr.Fix(s.failing), "correct what this error reports: the buffer tries again until it can write (`rollout doctor` checks its database, its disk and its bucket)")
 	case !s.writing.IsZero() && time.Since(s.writing) > slowIngest:
 		w.Evidence = "the buffer to write the samples that have arrived: its database or its disk has not answered for seconds"
-		w.Fix = "check that no other process has locked the database (`fuser FOLDER/db/buffer.sqlite`, or `pg_stat_activity` of PostgreSQL), and the disk (`rollout doctor`)"
+		w.Fix = "check that no other process has locked the database (`fuser FOLDER/db/buffer.sqlite`, or pg_blocking_pids() of PostgreSQL), and the disk (`rollout doctor`)"
 	default:
 		return nil
 	}

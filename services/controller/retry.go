@@ -39,7 +39,7 @@ func call[Req, Resp any](ctx context.Context, r retries, name string, rpc func(c
 		}
 		r.progress.waitFor(&waitv1.Wait{
 			Owner: name, Reason: wait.NoAnswer, Subjects: []string{name}, Evidence: name + " to answer: " + rpcerr.Text(err),
-			Fix: cmp.Or(rpcerr.Fix(err), "check that the service runs (`rollout status`, `rollout doctor`); the run continues by itself"),
+			Fix: cmp.Or(rpcerr.Fix(err), "check that the service runs (`rollout status`, `rollout doctor`); the run then continues"),
 		})
 		sleep(ctx, pause.next())
 	}

@@ -279,7 +279,7 @@ func refused(l *learnerv1.LaggingWorker) *waitv1.Wait {
 	w := &waitv1.Wait{
 		Owner: l.GetWorkerId(), Reason: wait.WeightsRefused, Subjects: []string{l.GetWorkerId()},
 		Evidence: fmt.Sprintf("%s could not load weights version %d, and tries again: %s", l.GetWorkerId(), l.GetVersion(), l.GetMessage()),
-		Fix:      "it tries again by itself; a worker that is killed is restarted, and loads them from the start",
+		Fix:      "correct what it reports: it tries again until it can; a worker that is killed is restarted, and loads them from the start",
 	}
 	if l.GetReason() == rpcerr.ReasonDiskFull {
 		w.Owner, w.Reason, w.Fix = wait.User, rpcerr.ReasonDiskFull, rpcerr.Fix(rpcerr.ErrDiskFull)
@@ -365,10 +365,10 @@ func (o obstacle) wait(what retry.Awaited) *waitv1.Wait {
 
 // fixes are what the owner of a wait for an answer can do.
 var fixes = map[string]string{
-	wait.NATS:            "check that the servers of `nats.url` run and have space (`rollout doctor`); the run continues by itself",
-	"buffer":             "check that the buffer runs (`rollout status`); the run continues by itself",
-	"learner-controller": "check that the learner-controller runs (`rollout status`); the run continues by itself",
-	"scheduler":          "check the disk and the database of the scheduler (`rollout doctor`); the run continues by itself",
+	wait.NATS:            "check that the servers of `nats.url` run and have space (`rollout doctor`); the run then continues",
+	"buffer":             "check that the buffer runs (`rollout status`); the run then continues",
+	"learner-controller": "check that the learner-controller runs (`rollout status`); the run then continues",
+	"scheduler":          "check the disk and the database of the scheduler (`rollout doctor`); the run then continues",
 	wait.Learner:         "give the learner more cores or GPUs, or raise `limits.queue_bytes`",
 }
 

@@ -14,6 +14,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/cert"
 	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/libs/discovery"
+	"github.com/rollout-rl/rollout/libs/sqldb"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
@@ -135,6 +136,8 @@ type Bus interface {
 	EventsStored(ctx context.Context) error
 	// Healthy reports whether the connection is up.
 	Healthy() bool
+	// Servers are the addresses that it connects to.
+	Servers() []string
 }
 
 // Registry lists the registered workers. *discovery.Client implements it.
@@ -172,6 +175,8 @@ type Deps struct {
 	Log        *slog.Logger     // nil discards
 	Now        func() time.Time // nil: time.Now
 	Epoch      uint64           // of the lease of this scheduler
+	// Locks lists the services that wait for locks of the database; nil: none do.
+	Locks func(ctx context.Context) ([]sqldb.Blocked, error)
 }
 
 // fence is what calls to other services carry, for an incarnation of a run; 0: for no run.

@@ -254,6 +254,8 @@ func (s *stream) EventsStored(context.Context) error {
 	return nil
 }
 
+func (s *stream) Servers() []string { return []string{"127.0.0.1:4222"} }
+
 func (s *stream) Healthy() bool {
 	up := true
 	s.m.do(func() { up = !s.m.busAway })

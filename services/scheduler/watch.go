@@ -194,7 +194,7 @@ func (p *poller) poll(ctx context.Context) {
 	p.last = time.Now()
 	away := ""
 	if !p.Bus.Healthy() { // every other wait may follow from this one: work and samples travel over NATS
-		away = "no server of nats.url answers; run `rollout doctor` for details"
+		away = "no server of nats.url answers (" + nameSome(p.Bus.Servers()) + ")"
 	}
 	p.board.WaitFor(retry.Awaited{Owner: wait.NATS, What: "NATS to answer again (its servers)"}, away)
 	workers := p.board.workers()

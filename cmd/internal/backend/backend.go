@@ -81,6 +81,7 @@ func Bucket(ctx context.Context, c config.Blob, environ []string) (blob.Store, e
 		}
 		store, err = s3.Open(ctx, s3.Config{
 			Bucket: bucket.Name, Prefix: bucket.Prefix, Region: c.Region, Endpoint: c.Endpoint, AccessKey: c.AccessKey, SecretKey: secret,
+			Access: keys(c),
 		})
 	case "gs":
 		var credentials string
@@ -89,6 +90,7 @@ func Bucket(ctx context.Context, c config.Blob, environ []string) (blob.Store, e
 		}
 		store, err = gcs.Open(ctx, gcs.Config{
 			Bucket: bucket.Name, Prefix: bucket.Prefix, Endpoint: c.Endpoint, Credentials: credentials,
+			Access: file(c),
 		})
 	default:
 		return nil, nil
@@ -105,8 +107,27 @@ func Bucket(ctx context.Context, c config.Blob, environ []string) (blob.Store, e
 	return store, nil
 }
 
+// keys says where the keys of S3 come from.
+func keys(c config.Blob) string {
+	if c.AccessKey == "" {
+		return "those of AWS's own chain: AWS_ACCESS_KEY_ID, a profile, or the role of the host; blob.access_key and blob.secret_key name others"
+	}
+	return fmt.Sprintf("blob.access_key is %q, and blob.secret_key is read from %s", c.AccessKey, c.SecretKey)
+}
+
+// file says where the credentials of GCS come from.
+func file(c config.Blob) string {
+	if c.Credentials == (config.Ref{}) {
+		return "the default ones of the host: GOOGLE_APPLICATION_CREDENTIALS, gcloud, or its service account; blob.credentials names others"
+	}
+	return fmt.Sprintf("blob.credentials is read from %s", c.Credentials)
+}
+
 // explained adds the bucket and a fix to an error.
 func explained(name string, err error) error {
+	if rpcerr.Fix(err) != "" {
+		return err
+	}
 	for target, fix := range map[*rpcerr.Error]string{
 		blob.ErrNoBucket:    "make the bucket, or fix blob.url and blob.region",
 		blob.ErrDenied:      "check the credentials of [blob], or the role of this host",

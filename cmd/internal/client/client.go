@@ -116,6 +116,9 @@ func (c *Client) conn(service string) grpc.ClientConnInterface {
 	return route{c, service}
 }
 
+// Registry is the address of the agent in which services are looked up; "" if there is none.
+func (c *Client) Registry() string { return c.options.Consul }
+
 // Health returns the health of a gRPC service of a target; "" for the process.
 func (c *Client) Health(ctx context.Context, target, service string) (*healthpb.HealthCheckResponse, error) {
 	return healthpb.NewHealthClient(c.conn(target)).Check(ctx, &healthpb.HealthCheckRequest{Service: service})

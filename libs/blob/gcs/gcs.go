@@ -29,6 +29,7 @@ type Config struct {
 	// Credentials is a service account's key (JSON); "" takes Google's default credentials:
 	// environment, gcloud, metadata server.
 	Credentials string
+	Access      string // where they come from, for people
 
 	PartBytes int           // a blob above it is uploaded in chunks of that size; 0 is 16 MiB
 	Idle      time.Duration // a connection that transfers nothing for so long is given up; 0: 30 s
@@ -110,6 +111,10 @@ func status(err error) int {
 	return 0
 }
 
+func (s *Store) place() blob.Place {
+	return blob.Place{Endpoint: s.c.Endpoint, Bucket: s.c.Bucket, Access: s.c.Access}
+}
+
 // mapError turns the client's errors into the port's; context errors stay.
 func (s *Store) mapError(op, key string, err error) error {
 	switch code := status(err); {
@@ -125,9 +130,9 @@ func (s *Store) mapError(op, key string, err error) error {
 	case code == http.StatusRequestedRangeNotSatisfiable:
 		err = blob.ErrBadRange.With("key", key)
 	case code == http.StatusForbidden, code == http.StatusUnauthorized:
-		err = blob.ErrDenied.With("bucket", s.c.Bucket).Wrap(err)
+		return s.place().Denied(op, key, fmt.Sprintf("HTTP %d", code))
 	case code == 0, code == http.StatusTooManyRequests, code == http.StatusRequestTimeout, code >= http.StatusInternalServerError:
-		err = blob.ErrUnavailable.Wrap(err)
+		return s.place().Silent(op, key, err)
 	}
 	return fmt.Errorf("%s blob %s: %w", op, key, err)
 }

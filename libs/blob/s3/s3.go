@@ -39,6 +39,7 @@ type Config struct {
 	// AccessKey and SecretKey; both "" takes what AWS's own chain finds: environment, profile, web
 	// identity, instance role.
 	AccessKey, SecretKey string
+	Access               string // where the keys come from, for people
 
 	PartBytes int64         // larger blobs are uploaded in parts of this size, at least 5 MiB; 0: 16 MiB
 	Idle      time.Duration // a connection that transfers nothing for so long is given up; 0: 30 s
@@ -146,6 +147,20 @@ func status(err error) int {
 	return 0
 }
 
+// answer is the status and the code of a response, for people.
+func answer(err error) string {
+	var api smithy.APIError
+	text := fmt.Sprintf("HTTP %d", status(err))
+	if errors.As(err, &api) {
+		text += fmt.Sprintf(", %s: %s", api.ErrorCode(), strings.TrimSuffix(api.ErrorMessage(), "."))
+	}
+	return strings.TrimSuffix(text, ": ")
+}
+
+func (s *Store) place() blob.Place {
+	return blob.Place{Endpoint: s.c.Endpoint, Bucket: s.c.Bucket, Access: s.c.Access}
+}
+
 // mapError turns the client's errors into the port's; context errors stay.
 func (s *Store) mapError(op, key string, err error) error {
 	var network net.Error
@@ -154,7 +169,7 @@ func (s *Store) mapError(op, key string, err error) error {
 	case code(err) == "NoSuchBucket":
 		err = blob.ErrNoBucket.With("bucket", s.c.Bucket).Wrap(err)
 	case slices.Contains(denied, code(err)):
-		err = blob.ErrDenied.With("bucket", s.c.Bucket).Wrap(err)
+		return s.place().Denied(op, key, answer(err))
 	case code(err) == "NoSuchKey", status(err) == http.StatusNotFound:
 		err = blob.ErrNotFound
 	case code(err) == precondition, status(err) == http.StatusPreconditionFailed:
@@ -162,12 +177,12 @@ func (s *Store) mapError(op, key string, err error) error {
 	case status(err) == http.StatusRequestedRangeNotSatisfiable:
 		err = blob.ErrBadRange.With("key", key)
 	case status(err) == http.StatusForbidden, status(err) == http.StatusUnauthorized:
-		err = blob.ErrDenied.With("bucket", s.c.Bucket).Wrap(err)
+		return s.place().Denied(op, key, answer(err))
 	case status(err) == http.StatusMovedPermanently:
 		err = blob.ErrNoBucket.With("bucket", s.c.Bucket).With("region", s.c.Region).Wrap(err)
 	case status(err) >= http.StatusInternalServerError, status(err) == http.StatusTooManyRequests, code(err) == conflict,
 		errors.As(err, &network), status(err) == 0:
-		err = blob.ErrUnavailable.Wrap(err)
+		return s.place().Silent(op, key, err)
 	}
 	if err == nil {
 		return nil

@@ -35,6 +35,9 @@ func Open(ctx context.Context, place sqldb.Place) (*Store, error) {
 // Close closes the database.
 func (s *Store) Close() error { return s.db.Close() }
 
+// Blocked lists the services that wait for locks of the database.
+func (s *Store) Blocked(ctx context.Context) ([]sqldb.Blocked, error) { return s.db.Blocked(ctx) }
+
 // Lease is the table by which one of several replicas leads.
 func (s *Store) Lease() *lease.Table { return lease.NewTable(s.db, "scheduler") }
 

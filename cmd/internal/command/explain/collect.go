@@ -14,6 +14,7 @@ import (
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/client"
+	"github.com/rollout-rl/rollout/cmd/internal/daemon"
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/explain"
@@ -54,7 +55,7 @@ func (c *collector) collect(ctx context.Context) (explain.State, error) {
 		if err == nil || !silent(err) || ctx.Err() != nil {
 			return err
 		}
-		s.Unanswered = append(s.Unanswered, unanswered(name, err))
+		s.Unanswered = appendNew(s.Unanswered, unanswered(name, err))
 		return nil
 	}
 	var err error
@@ -86,6 +87,9 @@ func (c *collector) collect(ctx context.Context) (explain.State, error) {
 	}
 	s.Time = c.env.Now().UTC()
 	s.Logs = logs(s.Status)
+	if running {
+		s.Processes = processes(s.Unanswered, services.Client.Registry())
+	}
 	return s, nil
 }
 
@@ -99,6 +103,34 @@ func unanswered(service string, err error) *waitv1.Unanswered {
 		service = explain.Database
 	}
 	return &waitv1.Unanswered{Name: service, Error: exit.From(err).Error()}
+}
+
+// appendNew adds what did not answer, once by its name.
+func appendNew(all []*waitv1.Unanswered, u *waitv1.Unanswered) []*waitv1.Unanswered {
+	if slices.ContainsFunc(all, func(known *waitv1.Unanswered) bool { return known.GetName() == u.GetName() }) {
+		return all
+	}
+	return append(all, u)
+}
+
+// processes finds on this host the processes of services that did not answer: of the control plane
+// whose registry this is.
+func processes(unanswered []*waitv1.Unanswered, registry string) map[string]explain.Process {
+	out := map[string]explain.Process{}
+	if len(unanswered) == 0 || registry == "" {
+		return out
+	}
+	for _, p := range daemon.OnHost() {
+		if p.Info.Consul != registry {
+			continue
+		}
+		for _, u := range unanswered {
+			if slices.Contains(p.Info.Targets, u.GetName()) && !out[u.GetName()].Stopped { // of several replicas a stopped one
+				out[u.GetName()] = explain.Process{PID: p.Info.PID, Address: p.Info.GRPC, Stopped: p.Stopped}
+			}
+		}
+	}
+	return out
 }
 
 // silent reports whether an error says that a service could not be asked.
@@ -161,7 +193,7 @@ func (c *collector) services(ctx context.Context, from *client.Client, s *explai
 		switch {
 		case status.Code(err) == codes.NotFound: // not hosted there
 		case err != nil:
-			s.Unanswered = append(s.Unanswered, unanswered(target.Name, err))
+			s.Unanswered = appendNew(s.Unanswered, unanswered(target.Name, err))
 		case got.GetStatus().String() != "SERVING":
 			s.Unanswered = append(s.Unanswered, &waitv1.Unanswered{Name: target.Name, Error: "its health check fails: it is starting, or a dependency of it is unreachable"})
 		}

@@ -1,0 +1,223 @@
+package sqldb
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/stdlib"
+)
+
+const (
+	// slowCall is after how long a call counts as one that may wait for a lock.
+	slowCall = 2 * time.Second
+	// askTimeout is how long the server has to list the locks that calls wait for.
+	askTimeout = 2 * time.Second
+	// answerWithin is how long before its deadline a call that waits for a lock is cancelled, so that
+	// its error, which names the lock, reaches the caller.
+	answerWithin = time.Second
+)
+
+// Blocked is a connection of a service that waits for a lock in PostgreSQL, and the session that
+// holds it.
+type Blocked struct {
+	Service string        // whose connection waits: "buffer"
+	For     time.Duration // how long its statement has run
+	Table   string        // with its schema; "" if the lock is not of a table
+	PID     int           // of the backend that holds the lock, and waits for no other one
+	Session string        // that backend, for people
+}
+
+// Sentence says who holds the lock.
+func (b Blocked) Sentence() string {
+	what := "a lock"
+	if b.Table != "" {
+		what = "a lock on the table " + b.Table
+	}
+	return fmt.Sprintf("%s of PostgreSQL, which the session with pid %d holds (%s)", what, b.PID, b.Session)
+}
+
+// Fix is what ends the wait.
+func (b Blocked) Fix() string {
+	return fmt.Sprintf("end that session, or its transaction: `SELECT pg_terminate_backend(%d)` in psql; active runs then continue", b.PID)
+}
+
+// blockedStatement lists which connections of services wait for locks, and who holds these: of a
+// chain of waiting sessions the one that waits for none.
+const blockedStatement = `
+WITH RECURSIVE waiting(first, pid, depth) AS (
+	SELECT w.pid, blocker, 1 FROM pg_stat_activity w CROSS JOIN LATERAL unnest(pg_blocking_pids(w.pid)) AS blocker
+	WHERE w.datname = current_database() AND w.wait_event_type = 'Lock' AND starts_with(w.application_name, 'rollout ')
+	UNION
+	SELECT waiting.first, blocker, depth + 1 FROM waiting CROSS JOIN LATERAL unnest(pg_blocking_pids(waiting.pid)) AS blocker WHERE depth < 8
+)
+SELECT DISTINCT ON (w.pid) w.pid, w.application_name, extract(epoch FROM clock_timestamp() - w.query_start)::float8,
+	coalesce((
+		SELECT l.relation::regclass::text FROM pg_locks l JOIN pg_class c ON c.oid = l.relation AND c.relkind IN ('r', 'p')
+		WHERE l.pid = w.pid AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+			AND (NOT l.granted OR l.locktype = 'tuple' OR l.mode IN ('RowShareLock', 'RowExclusiveLock'))
+		ORDER BY l.granted, l.locktype = 'tuple' DESC LIMIT 1), ''),
+	b.pid, coalesce(b.application_name, ''), coalesce(b.usename::text, ''), coalesce(host(b.client_addr), ''), coalesce(b.state, ''),
+	coalesce(extract(epoch FROM clock_timestamp() - coalesce(b.xact_start, b.backend_start))::float8, 0), coalesce(left(b.query, 200), '')
+FROM waiting JOIN pg_stat_activity w ON w.pid = waiting.first JOIN pg_stat_activity b ON b.pid = waiting.pid
+WHERE cardinality(pg_blocking_pids(b.pid)) = 0
+ORDER BY w.pid, b.xact_start`
+
+// Blocked lists the connections of every service that wait for a lock, by their backends. It asks on
+// a connection of its own. Of SQLite the list is empty.
+func (db *DB) Blocked(ctx context.Context) ([]Blocked, error) {
+	if !db.Postgres() {
+		return nil, nil
+	}
+	found, err := db.postgres.blocked(ctx)
+	var list []Blocked
+	for _, b := range found {
+		list = append(list, b)
+	}
+	return list, err
+}
+
+// blocked lists who waits for locks, by the pid of the backend that waits.
+func (s *server) blocked(ctx context.Context) (map[uint32]Blocked, error) {
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	defer cancel()
+	conn, err := pgx.ConnectConfig(ctx, &s.login)
+	if err != nil {
+		return nil, domain(err)
+	}
+	defer conn.Close(context.WithoutCancel(ctx))
+	rows, err := conn.Query(ctx, blockedStatement)
+	if err != nil {
+		return nil, domain(err)
+	}
+	out := map[uint32]Blocked{}
+	var waits, by uint32
+	var table, service, application, user, host, state, query string
+	var seconds, age float64
+	_, err = pgx.ForEachRow(rows, []any{&waits, &service, &seconds, &table, &by, &application, &user, &host, &state, &age, &query}, func() error {
+		out[waits] = Blocked{
+			Service: strings.TrimPrefix(service, "rollout "), For: time.Duration(seconds * float64(time.Second)), Table: table, PID: int(by),
+			Session: session(application, user, host, state, age, query),
+		}
+		return nil
+	})
+	return out, domain(err)
+}
+
+// session describes a backend to people.
+func session(application, user, host, state string, age float64, query string) string {
+	var parts []string
+	if application != "" {
+		parts = append(parts, "application "+application)
+	}
+	if user != "" {
+		parts = append(parts, "user "+user)
+	}
+	if host != "" {
+		parts = append(parts, "from "+host)
+	}
+	if state != "" {
+		parts = append(parts, fmt.Sprintf("%s, its transaction is %.0f s old", state, age))
+	}
+	if query = strings.Join(strings.Fields(query), " "); query != "" {
+		parts = append(parts, "last statement: "+query)
+	}
+	return strings.Join(parts, ", ")
+}
+
+// held is what is known of the lock that a call waits for.
+type held struct {
+	mu    sync.Mutex
+	lock  *Blocked
+	ended bool
+}
+
+// watch finds out which lock a call waits for that takes long, until end is called. end adds it to
+// the error of the call.
+func (s *server) watch(ctx context.Context, conn *sql.Conn) (end func(error) error) {
+	var backend *pgconn.PgConn
+	if err := conn.Raw(func(c any) error {
+		backend = c.(*stdlib.Conn).Conn().PgConn()
+		return nil
+	}); err != nil {
+		return func(err error) error { return err }
+	}
+	h := &held{}
+	watching, stop := context.WithCancel(context.WithoutCancel(ctx))
+	done := make(chan struct{})
+	timer := time.AfterFunc(s.slow(), func() {
+		defer close(done)
+		s.follow(watching, ctx, backend, h)
+	})
+	return func(err error) error {
+		stop()
+		if !timer.Stop() {
+			<-done
+		}
+		return h.explain(err)
+	}
+}
+
+// slow is slowCall, or less of a server whose statements end before.
+func (s *server) slow() time.Duration {
+	if s.statement > 0 {
+		return min(slowCall, s.statement/2)
+	}
+	return slowCall
+}
+
+// follow asks again and again which lock a backend waits for, and cancels its statement before the
+// deadline of the call.
+func (s *server) follow(ctx, call context.Context, backend *pgconn.PgConn, h *held) {
+	for ctx.Err() == nil {
+		if found, err := s.blocked(ctx); err == nil {
+			h.mu.Lock()
+			h.lock = nil
+			if lock, waits := found[backend.PID()]; waits {
+				h.lock = &lock
+			}
+			h.mu.Unlock()
+		}
+		pause := s.slow()
+		deadline, has := call.Deadline()
+		if has {
+			pause = min(pause, max(0, time.Until(deadline)-answerWithin))
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return
+		case <-timer.C:
+		}
+		if has && h.known() && time.Until(deadline) <= answerWithin {
+			_ = backend.CancelRequest(ctx)
+			return
+		}
+		if has && time.Until(deadline) <= answerWithin {
+			return
+		}
+	}
+}
+
+func (h *held) known() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.lock != nil
+}
+
+// explain adds the lock to the error of a call that gave up waiting for it.
+func (h *held) explain(err error) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.lock == nil || err == nil || state(err) != queryCanceled && !errors.Is(err, context.DeadlineExceeded) {
+		return err
+	}
+	return ErrTimeout.WithMessage("the database gave up on a statement that waited for %s", h.lock.Sentence()).Fix(h.lock.Fix()).Wrap(err)
+}
