@@ -17,6 +17,7 @@ from rollout_workers.trainer.refusal import Refusals
 from rollout_workers.trainer.state import Saving
 from rollout_workers.trainer.trainer import Trainer, TrainerConfig
 from rollout_workers.trainer.types import LearnerError, RankLost, StepResult, TrainSample
+from rollout_workers.weights import WeightsDigest
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,12 @@ class LeadingTrainer(Trainer):
         with self._together("named_weights"):
             return iter(list(super().named_weights()))
 
-    def adapted(self) -> tuple[Mapping[str, Tensor], Sequence[tuple[str, Tensor]]]:
+    def weights_digest(self) -> WeightsDigest:
+        """See ``Trainer``."""
+        with self._together("weights_digest"):
+            return super().weights_digest()
+
+    def adapted(self) -> tuple[Mapping[str, Tensor], tuple[WeightsDigest, Mapping[str, Tensor]]]:
         """See ``Trainer``."""
         with self._together("adapted"):
             return super().adapted()

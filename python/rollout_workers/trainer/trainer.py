@@ -40,7 +40,7 @@ from rollout_workers.trainer.types import (
     StepResult,
     TrainSample,
 )
-from rollout_workers.weights import WeightsDigest, WeightsManifest, weights_digest, write_adapter, write_weights
+from rollout_workers.weights import WeightsDigest, WeightsManifest, streamed_digest, weights_digest, write_adapter, write_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,10 @@ class Trainer:
         return self.policy.named_weights()
 
     def weights_digest(self) -> WeightsDigest:
-        """The digest of the current weights."""
+        """The digest of the current weights. With several ranks only one tensor is gathered at a
+        time."""
+        if self.ranks.size > 1:
+            return streamed_digest(self.policy.named_weights())[0]
         return weights_digest(self.named_weights())
 
     def write_weights(
@@ -263,11 +266,13 @@ class Trainer:
         """Whether only adapters are trained."""
         return self.policy.adapter is not None
 
-    def adapted(self) -> tuple[Mapping[str, Tensor], Sequence[tuple[str, Tensor]]]:
-        """The gathered adapters, and the weights with the adapters merged."""
+    def adapted(self) -> tuple[Mapping[str, Tensor], tuple[WeightsDigest, Mapping[str, Tensor]]]:
+        """The gathered adapters, and ``streamed_digest`` of the weights with the adapters
+        merged."""
         adapter = self.policy.adapter
         assert adapter is not None
-        return {name: whole(tensor.detach()) for name, tensor in adapter.tensors().items()}, list(adapter.merged())
+        adapters = {name: whole(tensor.detach()) for name, tensor in adapter.tensors().items()}
+        return adapters, streamed_digest(adapter.merged())
 
     def write_adapter(self, directory: str | os.PathLike[str]) -> WeightsManifest:
         """Write only the adapters, as a folder that ``from_pretrained`` loads while the run's model

@@ -1,6 +1,6 @@
 """Weights: digests, files on disk, and the names of tensors that all processes agree on."""
 
-from rollout_workers.weights.digest import WeightsDigest, weights_digest
+from rollout_workers.weights.digest import WeightsDigest, streamed_digest, weights_digest
 from rollout_workers.weights.naming import LiveWeights, named_weights
 from rollout_workers.weights.store import (
     WeightsManifest,
@@ -23,6 +23,7 @@ __all__ = [
     "read_weights",
     "seal",
     "stage_folder",
+    "streamed_digest",
     "weights_digest",
     "write_adapter",
     "write_weights",

@@ -79,6 +79,21 @@ def weights_digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Weights
     )
 
 
+def streamed_digest(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[WeightsDigest, dict[str, torch.Tensor]]:
+    """``weights_digest`` of tensors of which only one exists at a time, and their dtypes and shapes
+    as tensors on the meta device. Raises ``ValueError`` as ``weights_digest`` does."""
+    nodes: dict[str, bytes] = {}
+    layout: dict[str, torch.Tensor] = {}
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        for name, tensor in named_tensors:
+            if name in nodes:
+                raise ValueError(f"two tensors have the name {name}; pass tied tensors once, under their first name")
+            nodes[name] = tensor_node(name, tensor, pool if tensor.nbytes >= _PARALLEL_BYTES else None)
+            layout[name] = tensor.to("meta")
+    digests = {name: PREFIX + node.hex() for name, node in nodes.items()}
+    return WeightsDigest(root=PREFIX + root_node(nodes).hex(), tensors=digests), layout
+
+
 def tensor_node(name: str, tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> bytes:
     """The node (32 bytes) of one tensor."""
     head, size = _frame(name, tensor.dtype, tensor.shape)

@@ -163,15 +163,15 @@ def complete_folder(
 def write_adapter(
     directory: str | os.PathLike[str],
     adapters: Mapping[str, torch.Tensor],
-    merged: Iterable[tuple[str, torch.Tensor]],
+    merged: tuple[WeightsDigest, Mapping[str, torch.Tensor]],
     *,
     settings: Callable[[Path], None],
     config_source_dir: str | os.PathLike[str],
     version: int,
 ) -> WeightsManifest:
     """Write only adapters to ``directory``, without fsync; otherwise like ``write_weights``.
-    settings: writes ``adapter_config.json`` into a folder. merged: the tensors of the model with
-    merged adapters, for the manifest."""
+    settings: writes ``adapter_config.json`` into a folder. merged: ``streamed_digest`` of the model
+    with merged adapters."""
     target = Path(directory)
     staging = stage_folder(target.parent, config_source_dir)
     try:
@@ -179,9 +179,9 @@ def write_adapter(
         staged = [file for file in _staged(staging) if file.path != "config.json"]
         settings(staging)
         write_tensors(staging / ADAPTER_FILE, {name: _in_transport(tensor, None) for name, tensor in adapters.items()})
-        tensors = dict(merged)
         written = [_entry(staging / name) for name in (ADAPTER_FILE, ADAPTER_SETTINGS)]
-        manifest = _manifest(tensors, weights_digest(tensors.items()), version, [*staged, *written])
+        digest, layout = merged
+        manifest = _manifest(layout, digest, version, [*staged, *written])
         (staging / MANIFEST_FILE).write_text(_as_json(manifest))
         replace(staging, target)
     except BaseException:
@@ -291,7 +291,7 @@ def _in_transport(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tens
 
 
 def _manifest(
-    tensors: dict[str, torch.Tensor], digest: WeightsDigest, version: int, files: Iterable[FileEntry]
+    tensors: Mapping[str, torch.Tensor], digest: WeightsDigest, version: int, files: Iterable[FileEntry]
 ) -> WeightsManifest:
     return WeightsManifest(
         version=version,

@@ -50,6 +50,7 @@ REACHES: dict[str, tuple[Any, str, Any]] = {
     "train.tokens_per_microbatch": (512, "tokens_per_microbatch", 512),
     "train.freeze": (["model.embed*", "lm_head*"], "freeze", ("model.embed*", "lm_head*")),
     "train.gradient_checkpointing": (True, "gradient_checkpointing", True),
+    "deterministic": (False, "deterministic", False),
     "train.refuse_grad_norm": (40.0, "refuse_grad_norm", 40.0),
     "train.on_refused_gradient": ("restore", "refusals.action", "restore"),
     "lora.rank": (5, "lora.rank", 5),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import weakref
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -30,7 +31,10 @@ from rollout_workers.trainer import (
 from rollout_workers.trainer.distributed.fsdp import Group
 from rollout_workers.trainer.distributed.ranks import ALONE, Ranks
 from rollout_workers.trainer.leader import LeadingTrainer, follow
+from rollout_workers.trainer.model.adapter import Adapter
+from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.packing import pack
+from rollout_workers.weights import weights_digest
 
 from .addition import demonstrations, sampled_batch
 from .team import Failure, together
@@ -220,6 +224,41 @@ def test_rank_0_leads_the_others(model_dir: Path, tmp_path: Path) -> None:
     (step, files, digest), follower = together(2, tmp_path, led, model_dir, case("sft"), str(tmp_path / "state"), "")
     assert (step, follower) == (3, "followed") and "optimizer.safetensors" in files
     assert digest == together(2, tmp_path, trained, model_dir, case("sft"), 1, 3)[0][0]
+
+
+def published(ranks: Group, model_dir: Path, folder: str) -> Any:
+    """Rank 0 publishes the adapters of two steps. Returns the digest in the manifest, the
+    trainer's, and the number of merged tensors, in all and at most at the same time."""
+    if ranks.rank:
+        follow(ranks)
+        return None
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    made, most, merged = 0, 0, Adapter._merged
+
+    def counting(adapter: Adapter, name: str, leaf: str, tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal made, most
+        result = merged(adapter, name, leaf, tensor)
+        alive.add(result)
+        made, most = made + 1, max(most, len(alive))
+        return result
+
+    learner = LeadingTrainer(model_dir, case("lora"), ranks)
+    for step in (1, 2):
+        learner.train_step(batch(case("lora"), step), step)
+    Adapter._merged = counting  # type: ignore[method-assign, assignment]
+    manifest = learner.write_adapter(folder)
+    return manifest.digest, learner.weights_digest().root, made, most
+
+
+def test_adapters_of_two_ranks_are_published_as_adapters_one_tensor_at_a_time(model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "v2"
+    (manifest, digest, made, most), _ = together(2, tmp_path, published, model_dir, str(folder))
+    assert manifest == digest and made > 10 and most <= 2  # the next one is made before the last one is freed
+    assert (folder / "adapter_model.safetensors").is_file() and not (folder / "model.safetensors").exists()
+    reader = Policy.prepare(model_dir, lora=LORA)
+    assert reader.adapter is not None
+    reader.adapter.read(folder)
+    assert weights_digest(reader.adapter.merged()).root == digest
 
 
 @pytest.mark.parametrize("fault", ["dies", "hangs", "frozen"])

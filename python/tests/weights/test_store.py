@@ -19,6 +19,7 @@ from rollout_workers.weights import (
     read_weights,
     seal,
     store,
+    streamed_digest,
     weights_digest,
     write_adapter,
     write_weights,
@@ -175,7 +176,7 @@ def test_a_version_shares_no_file_with_the_model(addition_model: Path, tmp_path:
     write_adapter(
         adapter,
         {"w": torch.zeros(2)},
-        [("w", torch.zeros(2))],
+        streamed_digest([("w", torch.zeros(2))]),
         settings=empty_settings,
         config_source_dir=source,
         version=1,
@@ -193,7 +194,7 @@ def test_a_sealed_manifest_has_the_digest_of_every_file(addition_model: Path, tm
         write_adapter(
             folder,
             {"w": torch.zeros(2)},
-            [("w", torch.zeros(2))],
+            streamed_digest([("w", torch.zeros(2))]),
             settings=empty_settings,
             config_source_dir=addition_model,
             version=1,
