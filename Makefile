@@ -210,7 +210,7 @@ check-schemathesis: build venv-dev ## Send generated requests to every endpoint 
 	@scripts/check_clients transformers --schemathesis 300
 
 .PHONY: check-packages
-check-packages: build venv-dev ## Build the Python and Go packages, install each alone, and use it
+check-packages: build venv-dev $(RULES) ## Build the Python and Go packages, install each alone, and use it, and run the example in Node
 	@scripts/e2e e2e/packages
 
 .PHONY: check-platforms

@@ -367,9 +367,9 @@ def _sweep() -> None:
     """Remove the sockets of workers that were killed."""
     for folder in {Path(tempfile.gettempdir()), Path("/tmp")}:
         for path in folder.glob(f"{_PREFIX}*"):
-            pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-            with contextlib.suppress(OSError):
-                if pid.isdigit() and path.stat().st_uid == os.getuid() and not _alive(int(pid)):
+            pid, dash, _ = path.name.removeprefix(_PREFIX).partition("-")
+            with contextlib.suppress(OSError, OverflowError):  # another folder may have this prefix
+                if dash and pid.isdigit() and path.stat().st_uid == os.getuid() and not _alive(int(pid)):
                     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from rollout.hosting.exchange import checked, split
 from rollout.hosting.host import Host
 from rollout.hosting.manifest import ManifestError, read_manifest
 from rollout.hosting.sidecar import serve
-from rollout.hosting.supervised import SupervisedSidecar
+from rollout.hosting.supervised import SupervisedSidecar, _sweep  # pyright: ignore[reportPrivateUsage]
 from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout_testing.go import go_program
 from rollout_testing.plugintest import rewards
@@ -304,3 +305,13 @@ def test_a_manifest_names_the_files_that_the_plan_pins(tmp_path: Path) -> None:
     (tmp_path / "plugin.toml").write_text(GOOD.replace('"true"', '"true", "main.js"') + 'files = ["lib/*.js"]\n')
     found = read_manifest("plugin.toml:x", tmp_path).files
     assert [str(path.relative_to(tmp_path)) for path in found] == ["lib/a.js", "main.js", "plugin.toml"]
+
+
+def test_folders_of_other_programs_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of workers that have ended are removed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    other, alive, dead = (tmp_path / f"rollout-plugin-{name}" for name in ("3000000000", f"{os.getpid()}-x", "4194303-x"))
+    for folder in (other, alive, dead):
+        folder.mkdir()
+    _sweep()
+    assert other.exists() and alive.exists() and not dead.exists()

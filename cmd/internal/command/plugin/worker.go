@@ -86,7 +86,7 @@ type answer struct {
 
 // ask runs `rollout-worker plugin`. log gets its other output.
 func ask(ctx context.Context, log io.Writer, command []string, request map[string]any) (*answer, error) {
-	scratch, err := os.MkdirTemp("", "rollout-plugin-")
+	scratch, err := os.MkdirTemp("", "rollout-request-")
 	if err != nil {
 		return nil, exit.New(exit.CannotMake, "set TMPDIR to a folder with space", "make a temporary folder: %w", err)
 	}
