@@ -1,5 +1,5 @@
-"""Sidecars in a run: a reward in Go whose process is killed again and again during its calls. The
-weights are those of the same reward in Python, so nothing is lost, and nothing is scored 0."""
+"""Sidecars in a run: a reward and an environment in Go whose processes are killed again and again.
+The weights are those of a run without kills, so nothing is lost, and nothing is scored 0."""
 
 import json
 import os
@@ -95,3 +95,46 @@ def test_a_sidecar_that_is_killed_in_its_calls_changes_no_weight(config: Path, t
 @pytest.mark.timeout(1200)  # a hundred steps, each with a process that starts again
 def test_a_hundred_kills_of_a_sidecar_change_no_weight(config: Path, tmp_path: Path) -> None:
     killed(config, tmp_path, kills=100)
+
+
+ROWS = "def numbers(split):\n    return [{'number': 1 + n % 5} for n in range(40)]\n"
+
+
+def sidecar(folder: Path, kind: str, name: str) -> Path:
+    """A manifest of the program of `examples/plugins/go` in a new folder."""
+    made = folder / f"{name}.toml"
+    made.write_text(f'name = "{name}"\nversion = "1.0.0"\nkind = "{kind}"\ncommand = ["{go_program("words")}"]\n')
+    return made
+
+
+def kill_after_steps(running: Mesh, run: str, steps: tuple[int, ...]) -> int:
+    """Kill the sidecars after each of the steps. Returns how many were killed."""
+    killed = 0
+    for step in steps:
+        running.until_step(run, step)
+        for pid in processes(go_program("words")):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+    return killed
+
+
+def test_an_environment_in_go_from_rows_of_a_plugin_changes_no_weight_when_it_is_killed(config: Path, tmp_path: Path) -> None:
+    """Its episodes are played again, or continue from their saved state."""
+    steps = 6
+    (tmp_path / "rows.py").write_text(ROWS)
+    settings = (
+        f"train.steps={steps}",
+        f'environment.path="{sidecar(tmp_path, "environment", "guess")}:guess"',
+        f'data.train="{tmp_path}/rows.py:numbers"',
+        "engine.workers=1",
+    )
+    with mesh(tmp_path / "state") as running:
+        reference = running.submit(config.with_name("turns.toml"), *settings)
+        running.finish(reference)
+        digest = assert_consumed_once(running, reference, steps=steps, groups_per_step=4, group_size=4)
+        run = running.submit(config.with_name("turns.toml"), *settings)
+        assert kill_after_steps(running, run, (1, 3)) >= 2
+        running.finish(run)
+        assert assert_consumed_once(running, run, steps=steps, groups_per_step=4, group_size=4) == digest
+    until(lambda: not list(processes(go_program("words"))), "the sidecar to end with its worker", 30)
