@@ -34,12 +34,15 @@ func TraitsOf(message protoreflect.MessageDescriptor) *configv1.AlgorithmTraits 
 }
 
 // Defaults are the defaults of keys outside of the algorithm's table, by their paths in TOML. They
-// depend on whether adapters are trained.
+// depend on whether adapters are trained, and on whether the policy acts for many steps.
 func Defaults(config *configv1.RunConfig) map[string]string {
 	traits, defaults := Traits(config), map[string]string{}
 	maps.Copy(defaults, traits.GetRunDefaults())
 	if config.GetLora() != nil {
 		maps.Copy(defaults, traits.GetLoraDefaults())
+	}
+	if table := config.GetMultistep(); table != nil {
+		maps.Copy(defaults, TraitsOf(table.ProtoReflect().Descriptor()).GetRunDefaults())
 	}
 	return defaults
 }

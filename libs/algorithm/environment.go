@@ -11,6 +11,9 @@ import (
 // EnvironmentRewards reports whether the environment of a run scores its episodes, so that the run
 // has no other reward.
 func EnvironmentRewards(config *configv1.RunConfig) bool {
+	if config.GetMultistep() != nil {
+		return true
+	}
 	kind := (&configv1.EnvironmentConfig{}).ProtoReflect().Descriptor().Fields().ByName("kind")
 	meta, _ := proto.GetExtension(kind.Options(), configv1.E_Meta).(*configv1.FieldMeta)
 	return slices.Contains(meta.GetRewarding(), config.GetEnvironment().GetKind())

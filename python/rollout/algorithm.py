@@ -46,8 +46,10 @@ def has_inference_workers(config: RunConfig) -> bool:
 
 def rewarded(config: RunConfig) -> bool:
     """Whether workers score what the policy samples, with the reward or in the environment."""
+    if config.HasField("reward") or config.HasField("multistep"):
+        return True
     kind = EnvironmentConfig.DESCRIPTOR.fields_by_name["kind"]
-    return config.HasField("reward") or config.environment.kind in kind.GetOptions().Extensions[options_pb2.meta].rewarding
+    return config.environment.kind in kind.GetOptions().Extensions[options_pb2.meta].rewarding
 
 
 def turns(config: RunConfig) -> bool:

@@ -37,6 +37,7 @@ type checks struct {
 	rewards  *rewardCheck
 	teacher  *teacherCheck
 	episodes *environmentCheck
+	acting   *multistepCheck
 	trackers *trackerCheck
 	packages *packageCheck
 	train    *trainCheck
@@ -58,6 +59,7 @@ func (s *Server) checks(reading *config.Reading, baseDir string, pinned []*planv
 		rewards:  &rewardCheck{config: cfg, findings: found, files: files},
 		teacher:  &teacherCheck{config: cfg, findings: found, models: files, python: files},
 		episodes: &environmentCheck{config: cfg.GetEnvironment(), findings: found, files: files},
+		acting:   &multistepCheck{config: cfg, findings: found, files: files},
 		trackers: &trackerCheck{sinks: cfg.GetSinks(), findings: found, resolve: files.resolve, python: s.prober.Python},
 		packages: &packageCheck{config: cfg, problems: found.problems, python: s.prober.Python},
 		train:    &trainCheck{train: cfg.GetTrain(), findings: found},
@@ -122,14 +124,15 @@ func (c *checks) read(ctx context.Context) error {
 	c.teacher.read(c.model.model)
 	c.rewards.read(c.model.model)
 	c.episodes.read()
+	c.acting.read()
 	c.trackers.read()
 	return nil
 }
 
 // probe makes the dry calls concurrently and returns the versions of the packages.
 func (c *checks) probe(ctx context.Context) (map[string]string, error) {
-	var environment, teacher, episodes *probe.Answer
-	var environmentErr, teacherErr, episodesErr error
+	var environment, teacher, episodes, acting *probe.Answer
+	var environmentErr, teacherErr, episodesErr, actingErr error
 	group, groupCtx := errgroup.WithContext(ctx)
 	ask := func(request probe.Request, answer **probe.Answer, err *error) {
 		group.Go(func() error {
@@ -151,6 +154,9 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 	if request := c.episodes.request(c.data.train); request != nil {
 		ask(probe.Request{Environment: request}, &episodes, &episodesErr)
 	}
+	if request := c.acting.request(c.data.train, c.model.model); request != nil {
+		ask(probe.Request{Environment: request}, &acting, &actingErr)
+	}
 	_ = group.Wait()
 	if err := ctx.Err(); err != nil {
 		return nil, err
@@ -171,5 +177,6 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 	c.rewards.constant(calls)
 	c.teacher.answer(teacher, teacherErr)
 	c.episodes.answer(episodes, episodesErr, environmentErr == nil)
+	c.acting.answer(acting, actingErr, environmentErr == nil)
 	return versions, nil
 }

@@ -36,6 +36,14 @@ func (d *modelCheck) read() {
 	}
 	before := d.findings.problems.Len()
 	folder := d.models.resolve(path)
+	if d.config.GetMultistep() != nil {
+		model := input.ReadPolicy(folder, path, "model.path", d.findings.problems)
+		d.fitTensors(model)
+		if d.findings.problems.Len() == before {
+			d.model, d.files = model, d.models.pin(planv1.InputRole_INPUT_ROLE_MODEL, model, folder, path)
+		}
+		return
+	}
 	model := input.ReadModel(folder, path, "model.path", d.findings.problems)
 	if d.config.GetModel().GetChatTemplate() && !model.ChatTemplate {
 		d.findings.report("model.chat_template", problem.BadModel, fmt.Sprintf("`model.chat_template` is set, but the tokenizer of %s has no chat template", path),

@@ -43,14 +43,21 @@ var shownSettings = []shownSetting{
 	}},
 	{"lora", func(c *configv1.RunConfig) bool { return !adapted(c) }, func(*configv1.RunConfig, uint64) string { return "all weights are trained" }},
 	{"model.dtype", nil, nil},
-	{"engine.max_model_len", nil, nil},
-	{"sampling.max_tokens", algorithm.Samples, nil},
-	{"sampling.temperature", onPolicy, nil},
-	{"sampling.top_p", onPolicy, nil},
+	{"engine.max_model_len", speaks, nil},
+	{"sampling.max_tokens", func(c *configv1.RunConfig) bool { return algorithm.Samples(c) && speaks(c) }, nil},
+	{"sampling.temperature", func(c *configv1.RunConfig) bool { return onPolicy(c) && speaks(c) }, nil},
+	{"sampling.top_p", func(c *configv1.RunConfig) bool { return onPolicy(c) && speaks(c) }, nil},
+	{"multistep.environment", nil, nil},
+	{"multistep.environments", nil, nil},
+	{"multistep.chunk", nil, nil},
+	{"multistep.max_steps", nil, nil},
 	{"eval.temperature", func(c *configv1.RunConfig) bool { return c.GetEval().GetEverySteps() > 0 && algorithm.Rewarded(c) }, nil},
 }
 
 func onPolicy(c *configv1.RunConfig) bool { return !algorithm.FromData(c) }
+
+// speaks reports whether a language model is trained.
+func speaks(c *configv1.RunConfig) bool { return c.GetMultistep() == nil }
 
 func adapted(c *configv1.RunConfig) bool { return c.GetLora() != nil }
 

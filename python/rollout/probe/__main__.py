@@ -21,7 +21,8 @@ Request (each part is optional)::
      "teacher": {"model": "/...", "base_url": "http://...", "name": "teacher", "api_key": "env:KEY", "protocol": "echo",
                  "timeout_seconds": 60.0, "prompt": "..."},
      "environment": {"plugin": "guess.py:Guess" (or "kind": "gymnasium"), "base_dir": "/...", "args": "{}",
-                     "timeout_seconds": 120.0, "rows": [{...}]},
+                     "timeout_seconds": 120.0, "rows": [{...}]}
+                    (with "kind": "multistep" also "model": "/...", "chunk": 4, "reward_type": "chunk_level"),
      "plugins": ["acme-rewards", ...],
      "wandb_key": true}
 
@@ -59,6 +60,7 @@ from functools import partial
 from typing import cast
 
 from rollout.errors import Place, RolloutError
+from rollout.hosting.wire import EnvironmentTimeout
 from rollout.plugin.installed import PluginNotInstalled, package_of
 from rollout.probe.environment import has_wandb_key, versions
 from rollout.probe.prompts import measure
@@ -108,9 +110,7 @@ def main() -> None:
     if "reward" in request:
         body["reward"] = guarded(lambda: dry_call(request["reward"], partial(hung, "reward"), began))
     if "environment" in request:
-        from rollout.probe.episode import dry_episode  # numpy takes a while to import
-
-        body["environment"] = guarded(lambda: dry_episode(request["environment"], partial(hung, "environment"), began))
+        body["environment"] = guarded(lambda: _environment(request["environment"], partial(hung, "environment"), began))
     reply(body)
     sys.stdout.flush()
     os._exit(0)  # do not wait for threads of the user's code
@@ -121,6 +121,16 @@ def _package(name: str) -> Json | None:
         return asdict(package_of(name))
     except PluginNotInstalled:
         return None
+
+
+def _environment(request: Json, hung: Callable[[EnvironmentTimeout], None], began: Callable[[], None]) -> Json:
+    if request.get("kind") == "multistep":
+        from rollout.probe.acting import dry_steps
+
+        return dry_steps(request, hung, began)
+    from rollout.probe.episode import dry_episode  # numpy takes a while to import
+
+    return dry_episode(request, hung, began)
 
 
 def guarded(part: Callable[[], Json]) -> Json:

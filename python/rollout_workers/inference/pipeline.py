@@ -7,6 +7,7 @@ import asyncio
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Protocol
 
 from nats.aio.client import Client
 
@@ -15,7 +16,7 @@ from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.environment import Environment
 from rollout_workers.data.prompts import PromptReader
 from rollout_workers.data.rows import Rows, rows_of
-from rollout_workers.engines.base import SamplingParams
+from rollout_workers.engines.base import Engine, SamplingParams
 from rollout_workers.environments import registry as environments
 from rollout_workers.environments.episode import EpisodeRunner
 from rollout_workers.environments.limits import Limits
@@ -39,6 +40,28 @@ from rollout_workers.worker.stream import WorkItem, WorkQueue
 _ACTIVE_ROWS = 1024
 _DRAIN_SECONDS = 2.0
 """How long a drain waits for active groups. Another worker samples the others again."""
+
+
+class Served(Protocol):
+    """The model of a worker, as far as its service needs it."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+class ServedContext(Protocol):
+    """The parts of a worker that its service needs."""
+
+    @property
+    def who(self) -> Identity: ...
+    @property
+    def config(self) -> RunConfig: ...
+    @property
+    def model(self) -> Served: ...
+    @property
+    def receipts(self) -> EngineReceipts: ...
+    @property
+    def throughput(self) -> Throughput: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import grpc
 from opentelemetry.context import Context
@@ -17,10 +18,11 @@ from opentelemetry.context import Context
 from rollout import names
 from rollout.buffer.v1.buffer_pb2 import GetMissingRequest, GroupKey
 from rollout.buffer.v1.buffer_pb2_grpc import BufferServiceStub
-from rollout.environment import Task
+from rollout.environment import Result, Task
+from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.trajectory.v1.trajectory_pb2 import Outcome, TrajectoryEnvelope
 from rollout_workers.data.rows import Rows
-from rollout_workers.environments.episode import EpisodeRunner, FinishedGroup, Kept
+from rollout_workers.environments.episode import Kept
 from rollout_workers.inference.artifact import move_out
 from rollout_workers.inference.checkpoints import Checkpoints
 from rollout_workers.inference.encode import encode_group, encode_row, in_messages, large
@@ -67,7 +69,7 @@ class Failures:
     def __init__(self) -> None:
         self._of: dict[int, Failure] = {}
 
-    def add(self, position: int, group: FinishedGroup) -> None:
+    def add(self, position: int, group: Finished) -> None:
         """Record how a group ended. What was known of it is dropped if no sample failed."""
         before = self._of.pop(position, None)
         results = (episode.result for episode in group.episodes)
@@ -187,13 +189,38 @@ class _Parcel:
     since: float = field(default_factory=time.time)
 
 
+class GroupRunner(Protocol):
+    """Samples tasks: an ``EpisodeRunner``, or one with its interface."""
+
+    @property
+    def saves_episodes(self) -> bool: ...
+    def run(self, tasks: Sequence[Task], kept: Sequence[Kept] = ()) -> AsyncGenerator[Sequence[Finished], None]: ...
+    def doing(self) -> dict[str, tuple[str, float]]: ...
+
+
+class Ended(Protocol):
+    """An episode that has a result."""
+
+    @property
+    def result(self) -> Result | None: ...
+
+
+class Finished(Protocol):
+    """A task whose samples are all finished."""
+
+    @property
+    def task(self) -> Task: ...
+    @property
+    def episodes(self) -> Sequence[Ended]: ...
+
+
 class Sampler:
     """Samples items with the engine. Each batch is a separate task."""
 
     def __init__(
         self,
         who: Identity,
-        runner: EpisodeRunner,
+        runner: GroupRunner,
         receipts: EngineReceipts,
         outlet: Outlet,
         services: Services,
@@ -268,17 +295,17 @@ class Sampler:
             return []
         return await self._checkpoints.begin(items, tasks)
 
-    def _send(self, items: list[WorkItem], groups: list[FinishedGroup]) -> None:
+    def _send(self, items: list[WorkItem], groups: Sequence[Finished]) -> None:
         for item, group in zip(items, groups, strict=True):
             self._failures.add(item.group.position, group)
         self._outlet.send(
             items,
-            [
-                envelope
-                for item, group in zip(items, groups, strict=True)
-                for envelope in encode_group(item.group, group, self._receipts, self._who.worker, self._min_group_size)
-            ],
+            [envelope for item, group in zip(items, groups, strict=True) for envelope in self.encode(item.group, group)],
         )
+
+    def encode(self, group: PromptGroup, finished: Any) -> list[TrajectoryEnvelope]:
+        """The envelopes of a group."""
+        return encode_group(group, finished, self._receipts, self._who.worker, self._min_group_size)
 
     async def _tasks_of(self, items: list[WorkItem], left: dict[str, WorkItem]) -> list[Task]:
         """The items as tasks. For a redelivered item the task has only the samples that the buffer

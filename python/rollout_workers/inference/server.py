@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -16,12 +17,15 @@ from rollout.weights.v1.weights_pb2 import EngineReceipt, WeightsReceipt
 from rollout_workers.inference.evaluation import Evaluation, NoEvaluation
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.in_flight import InFlight
-from rollout_workers.inference.pipeline import SamplingContext
+from rollout_workers.inference.pipeline import ServedContext
 from rollout_workers.inference.puller import Puller
 from rollout_workers.inference.updates import Pauses, WeightsUpdates
 from rollout_workers.rewards.rewards import Scorer
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.status import RunMismatch
+
+if TYPE_CHECKING:
+    from rollout_workers.multistep.serving import NoGeneration
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +38,8 @@ class InferenceServer(InferenceWorkerServiceServicer):
 
     def __init__(
         self,
-        context: SamplingContext,
-        generation: Generation,
+        context: ServedContext,
+        generation: Generation | NoGeneration,
         evaluation: Evaluation | None,
         puller: Puller,
         in_flight: InFlight,

@@ -9,7 +9,7 @@ import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from nats.aio.client import Client
 
@@ -29,7 +29,7 @@ from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.in_flight import InFlight
 from rollout_workers.inference.model import Model, load
 from rollout_workers.inference.monitor import Answers, progress_of, report_throughput, verify_weights
-from rollout_workers.inference.pipeline import Pipeline, SamplingContext
+from rollout_workers.inference.pipeline import Pipeline, SamplingContext, ServedContext
 from rollout_workers.inference.receipt import EngineReceipts, Verification
 from rollout_workers.inference.server import InferenceServer
 from rollout_workers.inference.sharing import Sharing
@@ -57,6 +57,9 @@ from rollout_workers.worker.stream import WorkQueue
 from rollout_workers.worker.tls import of_agent, of_mesh
 from rollout_workers.worker.watchdog import LoopBeat, Watchdog
 
+if TYPE_CHECKING:
+    from rollout_workers.multistep.sampling import Policy
+
 log = logging.getLogger(__name__)
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceWorkerService"].full_name
@@ -66,7 +69,12 @@ services/scheduler/workers.go is slightly longer."""
 
 
 async def run_inference_worker(
-    spec: WorkerSpec, who: Identity, lifecycle: Lifecycle, heartbeat: Heartbeat, events: Events, model: Model | None = None
+    spec: WorkerSpec,
+    who: Identity,
+    lifecycle: Lifecycle,
+    heartbeat: Heartbeat,
+    events: Events,
+    model: Model | Policy | None = None,
 ) -> None:
     """Load the model, serve, and sample until ``lifecycle`` ends; then drain. model: for tests;
     None: load it."""
@@ -100,22 +108,40 @@ async def run_inference_worker(
             return
         receipts = await _read_weights(model, Verification.of(spec.plan.config))
         admission = None
-        if spec.plan.config.weights.update == "rolling" or who.reserved:
+        if isinstance(model, Model) and (spec.plan.config.weights.update == "rolling" or who.reserved):
             admission = Admission(model.engine)
             model = replace(model, engine=cast(Engine, admission))
-        parts = _environment_context(spec, model, lifecycle, rewards, calls)
-        environment = await cleanup.enter_async_context(environments.opened(parts))
-        context = SamplingContext.build(who, parts, environment, model, receipts)
         publisher = Publisher(client, who.trajectory_subject, who.trajectory_stream, who.process)
-        pipeline = Pipeline.build(context, publisher, services, calls, clients)
-        pauses = Pauses(model.engine, pipeline.puller)
+        updates = WeightsUpdates(receipts, weights_cache, lifecycle, admission)
+        if isinstance(model, Model):
+            parts = _environment_context(spec, model, lifecycle, rewards, calls)
+            environment = await cleanup.enter_async_context(environments.opened(parts))
+            context = SamplingContext.build(who, parts, environment, model, receipts)
+            pipeline = Pipeline.build(context, publisher, services, calls, clients)
+            pauses = Pauses(model.engine, pipeline.puller)
+            servicer = _servicer(spec, context, pipeline, calls, lifecycle, rewards, updates, pauses)
+        else:
+            from rollout_workers.multistep import serving
+
+            context, pipeline = await serving.open_pipeline(spec, who, model, receipts, publisher, services, lifecycle, cleanup)
+            pauses = Pauses(model.engine, pipeline.puller)
+            in_flight = InFlight(
+                who,
+                pipeline.puller,
+                pipeline.consumer,
+                calls,
+                serving.limits_of(spec.plan.config),
+                speed=lambda: context.throughput.rates()[1],
+                version=lambda: receipts.version,
+            )
+            servicer = InferenceServer(
+                context, serving.NoGeneration(), None, pipeline.puller, in_flight, lifecycle, None, updates, pauses
+            )
         if _starts_paused(spec.plan.config) and not who.reserved:
             await pauses.pause(0)
 
         server = Server(spec.peer_token, tls=of_mesh(spec))
         cleanup.push_async_callback(server.stop, 0)
-        updates = WeightsUpdates(receipts, weights_cache, lifecycle, admission)
-        servicer = _servicer(spec, context, pipeline, calls, lifecycle, rewards, updates, pauses)
         registration = await _serve(spec, who, lifecycle, server, servicer, delivery.WeightsServer(who, weights_cache))
         queue = await pipeline.start(client, heartbeat, who, reconnects)
         beat, answers = LoopBeat(), Answers(model.engine)
@@ -154,10 +180,10 @@ async def _disconnect(connecting: asyncio.Task[Client]) -> None:
         await connecting.result().close()
 
 
-async def _load(spec: WorkerSpec, model: Model | None, cleanup: AsyncExitStack) -> Model:
+async def _load(spec: WorkerSpec, model: Model | Policy | None, cleanup: AsyncExitStack) -> Model | Policy:
     while model is None:
         try:
-            model = await asyncio.to_thread(load, spec)
+            model = await asyncio.to_thread(_policy if spec.plan.config.HasField("multistep") else load, spec)
         except Exception:
             newer = _newer(spec)
             if newer is None:
@@ -168,6 +194,12 @@ async def _load(spec: WorkerSpec, model: Model | None, cleanup: AsyncExitStack) 
             spec = newer
     cleanup.push_async_callback(model.engine.shutdown)
     return model
+
+
+def _policy(spec: WorkerSpec) -> Policy:
+    from rollout_workers.multistep.sampling import load as load_policy
+
+    return load_policy(spec)
 
 
 def _newer(spec: WorkerSpec) -> WorkerSpec | None:
@@ -185,7 +217,7 @@ def _newer(spec: WorkerSpec) -> WorkerSpec | None:
     return newer
 
 
-async def _read_weights(model: Model, verification: Verification) -> EngineReceipts:
+async def _read_weights(model: Model | Policy, verification: Verification) -> EngineReceipts:
     receipts = EngineReceipts(model.engine, model.merge, verification)
     receipt = await receipts.read_back()
     log.info("loaded weights version %d, %s", receipt.version, receipt.digest)
@@ -278,6 +310,6 @@ async def _serve(
     return registration
 
 
-def _sharing(context: SamplingContext, client: Client, pipeline: Pipeline, queue: WorkQueue) -> Sharing:
+def _sharing(context: ServedContext, client: Client, pipeline: Pipeline, queue: WorkQueue) -> Sharing:
     group_slots = min(context.config.engine.slots, context.config.sampling.group_size) or 1
     return Sharing(client, context.who.idle_subject, pipeline.puller, queue, group_slots, lambda: context.receipts.version)

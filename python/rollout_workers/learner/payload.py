@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import crc32c
 import grpc
@@ -147,7 +147,20 @@ def _sample(trajectory: Trajectory) -> TrainSample:
         turns=tuple(trajectory.turns),  # ranks get samples pickled
         spans=tuple(spans),
         parent=trajectory.parent if trajectory.HasField("parent") else None,
+        tensors=_tensors(trajectory),
     )
+
+
+def _tensors(trajectory: Trajectory) -> Mapping[str, Any]:
+    if not trajectory.tensors:
+        return {}
+    from rollout_workers.multistep.encode import tensors_of  # which imports torch
+    from rollout_workers.multistep.errors import BatchInvalid
+
+    try:
+        return tensors_of(trajectory)
+    except BatchInvalid as error:
+        raise PayloadCorrupt(f"the payload of {_name(trajectory.key)}: {error}") from error
 
 
 def _group(epoch: int, index: int) -> str:

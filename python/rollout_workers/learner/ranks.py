@@ -86,6 +86,10 @@ class Team:
         from rollout_workers.trainer import Trainer
 
         here = self._place
+        if settings.acting is not None:
+            from rollout_workers.multistep.trainer import PolicyTrainer
+
+            return PolicyTrainer(model_dir, settings)
         if here.size == 1:
             return Trainer(model_dir, settings)
         from rollout_workers.trainer.distributed.fsdp import Group

@@ -13,7 +13,7 @@ from rollout.algorithm import name_of, settings_of
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.event.v1.event_pb2 import LEVEL_ERROR, LEVEL_WARN
 from rollout_workers.algorithms import config_type
-from rollout_workers.trainer import AdamWConfig, LoraConfig, Schedule, TrainerConfig
+from rollout_workers.trainer import ActingConfig, AdamWConfig, LoraConfig, Schedule, TrainerConfig
 from rollout_workers.trainer.refusal import Refusals, Refused
 from rollout_workers.worker.events import Events
 from rollout_workers.worker.spec import is_deterministic
@@ -52,7 +52,14 @@ def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> Train
         gradient_checkpointing=train.gradient_checkpointing,
         deterministic=is_deterministic(config),
         refuse_grad_norm=train.refuse_grad_norm,
+        acting=_acting(config),
     )
+
+
+def _acting(config: RunConfig) -> ActingConfig | None:
+    if not config.HasField("multistep"):
+        return None
+    return ActingConfig(config.multistep.reward_type or "chunk_level", config.multistep.trust_remote_code)
 
 
 def refusals(config: RunConfig, run_directory: str, events: Events) -> Refusals:

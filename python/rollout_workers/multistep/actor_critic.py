@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
@@ -80,15 +81,45 @@ class ActorCritic(PreTrainedModel):
         return torch.distributions.Categorical(logits=outputs, validate_args=False)
 
     @torch.no_grad()
-    def predict_action_batch(self, env_obs: Mapping[str, Any], mode: str) -> tuple[Tensor, Any]:
-        """Sample the actions of ``env_obs["states"]`` from torch's generator, or take the most
-        likely ones with the mode ``eval``."""
+    def predict_action_batch(self, env_obs: Mapping[str, Any], mode: str, seeds: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Sample the actions of ``env_obs["states"]``, or take the most likely ones with the mode
+        ``eval``. seeds: int64 [B]; the actions of a row then depend on its observation and seed
+        alone. None: random numbers come from torch's generator."""
         states = env_obs["states"].to(self.device, self.dtype)
         distribution = self.distribution(states)
-        actions = distribution.mode if mode == "eval" else distribution.sample()
+        if mode == "eval":
+            actions = distribution.mode
+        else:
+            actions = distribution.sample() if seeds is None else _seeded(distribution, seeds)
         logprobs, _, values = self(states, actions)
         inputs = {"states": states.cpu(), "actions": actions.cpu()}
         return actions, {"prev_logprobs": logprobs.cpu(), "prev_values": values.cpu(), "forward_inputs": inputs}
+
+
+def _seeded(distribution: torch.distributions.Distribution, seeds: Tensor) -> Tensor:
+    """A sample of each row from the random numbers of its seed: Gumbel's for discrete actions,
+    those of Box and Muller for continuous ones."""
+    if isinstance(distribution, torch.distributions.Categorical):
+        logits: Any = distribution.logits
+        noise = uniforms(seeds, logits[0].numel()).reshape(logits.shape).to(logits.device)
+        return (logits.double() - (-noise.log()).log()).argmax(-1)
+    means: Any = distribution.mean
+    first, second = uniforms(seeds, 2 * means[0].numel()).reshape(len(means), 2, -1).to(means.device).unbind(1)
+    normal = (-2 * first.log()).sqrt() * (2 * math.pi * second).cos()
+    scale: Any = distribution.stddev
+    return means + scale * normal.reshape(means.shape).to(means.dtype)
+
+
+def uniforms(seeds: Tensor, count: int) -> Tensor:
+    """float64 [B, count] in (0, 1): number i of a row is the output i of SplitMix64 from its seed.
+    seeds: int64 [B]."""
+    seed = seeds.cpu().numpy().astype(np.uint64)
+    step = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = seed[:, None] + step
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return torch.from_numpy(((mixed >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53)
 
 
 def _perceptron(config: ActorCriticConfig, outputs: int) -> nn.Sequential:

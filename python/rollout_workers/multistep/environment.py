@@ -50,7 +50,7 @@ class EnvironmentRank:
     def first(self, chunk: int) -> dict[str, Any]:
         """The batch before any action, without rewards."""
         none = torch.zeros(len(self._environments), chunk, dtype=torch.bool)
-        return {"obs": _observations(self._current), "final_obs": None, **dict.fromkeys(_FLAGS, none), "rewards": None}
+        return {"obs": observations_of(self._current), "final_obs": None, **dict.fromkeys(FLAGS, none), "rewards": None}
 
     def step(self, actions: Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
         """Play a chunk, [B, C, ...]. Returns the batch, with ``final_obs`` if an episode ended."""
@@ -59,7 +59,7 @@ class EnvironmentRank:
         if chosen.shape[0] != rows or not chunk:
             raise BatchInvalid(f"actions of env rank {self._rank} have the shape {list(chosen.shape)}, not [{rows}, C, ...]")
         rewards = torch.zeros(rows, chunk)
-        flags = {name: torch.zeros(rows, chunk, dtype=torch.bool) for name in _FLAGS}
+        flags = {name: torch.zeros(rows, chunk, dtype=torch.bool) for name in FLAGS}
         final = list(self._current)
         for row, environment in enumerate(self._environments):
             terminated = truncated = False
@@ -70,7 +70,7 @@ class EnvironmentRank:
                 if terminated or truncated:
                     break
             self._current[row] = final[row]
-            for name, value in zip(_FLAGS, (terminated or truncated, terminated, truncated), strict=True):
+            for name, value in zip(FLAGS, (terminated or truncated, terminated, truncated), strict=True):
                 flags[name][row, -1] = bool(value)
             if terminated or truncated:
                 self.returns.append(self._running[row])
@@ -78,8 +78,8 @@ class EnvironmentRank:
                 self._current[row] = environment.reset()[0]
         ended = bool(flags["dones"].any())
         return {
-            "obs": _observations(self._current),
-            "final_obs": _observations(final) if ended else None,
+            "obs": observations_of(self._current),
+            "final_obs": observations_of(final) if ended else None,
             **flags,
             "rewards": rewards,
         }
@@ -96,10 +96,14 @@ class EnvironmentRank:
             batch = await asyncio.to_thread(self.step, np.concatenate(parts))
 
 
-_FLAGS = ("dones", "terminations", "truncations")
+FLAGS = ("dones", "terminations", "truncations")
 
 
-def _observations(current: Sequence[Any]) -> dict[str, Tensor]:
+def observations_of(current: Sequence[Any]) -> dict[str, Tensor]:
+    """The observations of rows as a batch: arrays as ``states``, in float32; dicts of arrays key by
+    key, in their dtypes."""
+    if isinstance(current[0], dict):
+        return {key: torch.from_numpy(np.stack([np.asarray(item[key]) for item in current])) for key in current[0]}
     return {"states": torch.from_numpy(np.stack([np.asarray(item, dtype=np.float32) for item in current]))}
 
 

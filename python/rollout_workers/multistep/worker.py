@@ -78,6 +78,10 @@ class MultiStepRolloutWorker:
                 )
         return merge(arrived, [peer.rank for peer in peers])
 
+    def drop_received(self, mode: Mode = "train") -> None:
+        """Forget the batches that a call which raised :class:`EnvironmentSilent` had received."""
+        self._arrived[mode] = []
+
     async def _receive(self, channel: Channel, peer: Peer, mode: Mode) -> Any:
         key, limit = channel_key(peer.rank, self.settings.rank, mode), self.settings.receive_timeout_seconds
         try:

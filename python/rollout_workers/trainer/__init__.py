@@ -10,7 +10,7 @@ state.py        the training state on disk      refusal.py    gradients that are
 from rollout_workers.trainer.model.adapter import LoraConfig
 from rollout_workers.trainer.optim.moments import AdamWConfig
 from rollout_workers.trainer.optim.schedule import Schedule
-from rollout_workers.trainer.trainer import Trainer, TrainerConfig
+from rollout_workers.trainer.trainer import ActingConfig, Trainer, TrainerConfig
 from rollout_workers.trainer.types import (
     BadBatch,
     BadSettings,
@@ -25,6 +25,7 @@ from rollout_workers.trainer.types import (
 )
 
 __all__ = [
+    "ActingConfig",
     "AdamWConfig",
     "BadBatch",
     "BadSettings",

@@ -11,6 +11,7 @@
 | ``mismatch/max_ratio`` | largest p/q or q/p of the two probabilities of a token; 1 if they agree |
 | ``kl/reference`` | KL(learner || initial model) by the loss's estimator, same tokens; in the reward: all trained tokens |
 | ``kl/coefficient`` | the weight of that KL in this step |
+| ``kl/update`` | KL(policy that acted || learner) over all updates, k3; of policies that act for many steps |
 | ``kl/teacher`` | KL(learner || teacher), k1, over the same tokens |
 | ``rewards/chosen``, ``rewards/rejected`` | sums of the (implicit) rewards of each kind, over pairs; KTO: over all samples |
 | ``rewards/accuracy`` | share of pairs whose chosen completion has the higher reward |

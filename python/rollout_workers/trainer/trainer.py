@@ -44,6 +44,14 @@ from rollout_workers.weights import WeightsDigest, WeightsManifest, streamed_dig
 
 
 @dataclass(frozen=True, slots=True)
+class ActingConfig:
+    """Settings of a policy that acts for many steps, under the names of ``[multistep]``."""
+
+    reward_type: str = "chunk_level"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerConfig:
     """Settings of a trainer, under the names of the run config."""
 
@@ -72,6 +80,8 @@ class TrainerConfig:
     """Refuse a gradient whose norm exceeds this, like one that is not finite; 0: no limit."""
     refusals: Refusals = field(default_factory=Refusals)
     """What happens when a gradient is refused."""
+    acting: ActingConfig | None = None
+    """Of a policy that acts for many steps; None: a language model is trained."""
 
 
 class Trainer:
@@ -190,7 +200,7 @@ class Trainer:
                     if on_progress is not None:
                         on_progress(done, len(batches))
                 loss, norms = self._reduce(loss, self.optimizers.norms())
-                _check_gradient(loss, norms, rate, self.config.refuse_grad_norm)
+                check_gradient(loss, norms, rate, self.config.refuse_grad_norm)
                 with timer.measure("optimizer"):
                     self.optimizers.step((rate, self._critic_rate(step)), norms)
                 updates.add(loss, norms, sum(batch.computed for batch in batches))
@@ -361,7 +371,7 @@ class Trainer:
             torch.set_num_threads(threads)
 
 
-def _check_gradient(loss: float, norms: Sequence[float], rate: float, limit: float) -> None:
+def check_gradient(loss: float, norms: Sequence[float], rate: float, limit: float) -> None:
     """Raise ``NonFiniteGradient``, or ``ExplodingGradient`` if the policy's norm exceeds ``limit``
     (0: no limit)."""
     values = f"loss {loss:.6g}, gradient norm {norms[0]:.6g}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,9 @@ class TrainSample:
     display only."""
     parent: EpisodeLink | None = None
     """Of a child session, the episode that opened it."""
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    """Of a policy that acts for many steps, torch tensors by name as in ``Trajectory.tensors``; it
+    has no tokens."""
 
     @property
     def has_own_reward(self) -> bool:

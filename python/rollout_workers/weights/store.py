@@ -318,7 +318,7 @@ def _entry(path: Path) -> FileEntry:
 def _copy_companions(source: Path, target: Path) -> list[FileEntry]:
     """Copy the files of a model that ``from_pretrained`` reads in addition to the tensors."""
     entries: list[FileEntry] = []
-    for name in _COMPANIONS:
+    for name in (*_COMPANIONS, *sorted(path.name for path in source.glob("*.py"))):  # of policies
         if (source / name).is_file():
             data, digest = _companion(source / name)
             (target / name).write_bytes(data)

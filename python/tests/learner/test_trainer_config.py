@@ -20,7 +20,7 @@ from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.learner.payload import read_segments
 from rollout_workers.learner.ranks import Team
 from rollout_workers.learner.worker import run_learner_worker
-from rollout_workers.trainer import AdamWConfig, LoraConfig, NonFiniteGradient, Schedule, TrainerConfig
+from rollout_workers.trainer import ActingConfig, AdamWConfig, LoraConfig, NonFiniteGradient, Schedule, TrainerConfig
 from rollout_workers.trainer.refusal import Refusals
 from rollout_workers.worker.credential import NO_TOKEN
 from rollout_workers.worker.events import Events
@@ -34,6 +34,7 @@ from .batches import batch, trajectories
 # value there).
 REACHES: dict[str, tuple[Any, str, Any]] = {
     "seed": (7, "seed", 7),
+    "deterministic": (False, "deterministic", False),
     "model.dtype": ("bfloat16", "dtype", torch.bfloat16),
     "sampling.temperature": (0.75, "temperature", 0.75),
     "train.steps": (9, "schedule.steps", 9),
@@ -50,13 +51,14 @@ REACHES: dict[str, tuple[Any, str, Any]] = {
     "train.tokens_per_microbatch": (512, "tokens_per_microbatch", 512),
     "train.freeze": (["model.embed*", "lm_head*"], "freeze", ("model.embed*", "lm_head*")),
     "train.gradient_checkpointing": (True, "gradient_checkpointing", True),
-    "deterministic": (False, "deterministic", False),
     "train.refuse_grad_norm": (40.0, "refuse_grad_norm", 40.0),
     "train.on_refused_gradient": ("restore", "refusals.action", "restore"),
     "lora.rank": (5, "lora.rank", 5),
     "lora.alpha": (11.0, "lora.alpha", 11.0),
     "lora.targets": (["q_proj", "v_proj"], "lora.targets", ("q_proj", "v_proj")),
     "lora.dora": (True, "lora.dora", True),
+    "multistep.reward_type": ("action_level", "acting.reward_type", "action_level"),
+    "multistep.trust_remote_code": (True, "acting.trust_remote_code", True),
 }
 # Keys of the tables `train` and `lora` that other components use, and the fields of the trainer's
 # config that have other sources.
@@ -74,7 +76,7 @@ ELSEWHERE = {
     "refusals.folder",
     "refusals.notify",
 }  # each with a test below, or test_settings.py
-NESTED = {"schedule": Schedule, "optimizer": AdamWConfig, "lora": LoraConfig, "refusals": Refusals}
+NESTED = {"schedule": Schedule, "optimizer": AdamWConfig, "lora": LoraConfig, "refusals": Refusals, "acting": ActingConfig}
 
 
 class Stopped(Exception):

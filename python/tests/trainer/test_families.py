@@ -268,8 +268,8 @@ def test_several_updates_a_batch_use_the_logprobs_from_before_the_first(model_di
             calls.append(loss)
             return loss if len(calls) < 4 else float("nan")
 
-        original = trainer_module._check_gradient
-        patch.setattr(trainer_module, "_check_gradient", lambda loss, *more: original(poisoned(loss), *more))
+        original = trainer_module.check_gradient
+        patch.setattr(trainer_module, "check_gradient", lambda loss, *more: original(poisoned(loss), *more))
         digest, moments = learner.weights_digest().root, {n: t.clone() for n, t in learner.optimizer.moments().items()}
         with pytest.raises(Exception, match="The step was not made"):
             learner.train_step(sampled_batch(1), 2)

@@ -13,7 +13,7 @@ type traitRule struct {
 	broken      func(c *configv1.RunConfig, t *configv1.AlgorithmTraits) bool
 }
 
-var traitRules = []traitRule{
+var traitRules = append(multistepRules, []traitRule{
 	{
 		"run_config.sync_staleness", "`staleness.max_steps` must be 0 when `mode = \"sync\"` and samples come from the policy",
 		[]string{"mode", "staleness.max_steps"},
@@ -74,7 +74,7 @@ var traitRules = []traitRule{
 		"run_config.environment_reward", "`[reward]` must be absent for this `environment.kind`: the environment scores its episodes",
 		[]string{"reward", "environment.kind"},
 		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
-			return algorithm.EnvironmentRewards(c) && c.GetReward() != nil
+			return algorithm.EnvironmentRewards(c) && c.GetMultistep() == nil && c.GetReward() != nil
 		},
 	},
 	{
@@ -148,7 +148,7 @@ var traitRules = []traitRule{
 		[]string{"algorithm.*.minibatches", "train.groups_per_step", "sampling.group_size"},
 		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
 			minibatches, ok := algorithm.Setting(c, "minibatches")
-			return ok && minibatches.Uint() > uint64(c.GetTrain().GetGroupsPerStep())*uint64(c.GetSampling().GetGroupSize())
+			return ok && c.GetMultistep() == nil && minibatches.Uint() > uint64(c.GetTrain().GetGroupsPerStep())*uint64(c.GetSampling().GetGroupSize())
 		},
 	},
 	{
@@ -187,7 +187,7 @@ var traitRules = []traitRule{
 			return c.GetSampling().GetMaxTokens() >= c.GetEngine().GetMaxModelLen() && algorithm.Samples(c)
 		},
 	},
-}
+}...)
 
 // traits checks the rules that depend on the algorithm.
 func (r *checker) traits() {

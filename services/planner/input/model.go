@@ -43,29 +43,33 @@ var ModelFiles = []string{
 	"special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "*.model",
 }
 
+// policyFiles are the patterns of the files that AutoModel reads for a policy that acts for many
+// steps, which has no tokenizer and may have code.
+var policyFiles = []string{"config.json", "*.safetensors", "*.safetensors.index.json", "*.py"}
+
+// ReadPolicy is ReadModel for a policy that acts for many steps.
+func ReadPolicy(folder, path, field string, problems *problem.List) *Model {
+	m := &Model{shapes: map[string][]int64{}}
+	r := modelReader{folder: folder, path: path, field: field, problems: problems, model: m}
+	if entries := r.list(policyFiles); entries != nil {
+		r.config()
+		r.weights(m.Files, entries)
+	}
+	return m
+}
+
 // ReadModel checks the folder of a model. path is its name in messages, field its key. It adds
 // problems.
 func ReadModel(folder, path, field string, problems *problem.List) *Model {
 	m := &Model{shapes: map[string][]int64{}}
 	r := modelReader{folder: folder, path: path, field: field, problems: problems, model: m}
-	entries, err := os.ReadDir(folder)
-	if err != nil {
-		r.bad("", "can't read the folder: "+cause(err), "check its permissions")
+	entries := r.list(ModelFiles)
+	if entries == nil {
 		return m
 	}
-	for _, entry := range entries {
-		matches := func(pattern string) bool { ok, _ := filepath.Match(pattern, entry.Name()); return ok }
-		if !entry.IsDir() && slices.ContainsFunc(ModelFiles, matches) {
-			m.Files = append(m.Files, entry.Name())
-		}
-	}
-	if config := r.object("config.json", "copy the whole folder of the model, or save it with `save_pretrained`"); config != nil {
+	if config := r.config(); config != nil {
 		m.reach(config)
 		m.Embedded = number(config, "vocab_size")
-		var classes []string
-		if json.Unmarshal(config["architectures"], &classes) == nil && len(classes) > 0 {
-			m.Architecture = classes[0]
-		}
 	}
 	tokenizer := r.object("tokenizer.json", "save it with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`")
 	m.Vocabulary, m.tokens = vocabulary(tokenizer), tokens(tokenizer)
@@ -85,6 +89,33 @@ type modelReader struct {
 	field        string
 	problems     *problem.List
 	model        *Model
+}
+
+// list puts the files that match a pattern into the model. It returns all entries of the folder,
+// nil if it can't be read.
+func (r *modelReader) list(patterns []string) []os.DirEntry {
+	entries, err := os.ReadDir(r.folder)
+	if err != nil {
+		r.bad("", "can't read the folder: "+cause(err), "check its permissions")
+		return nil
+	}
+	for _, entry := range entries {
+		matches := func(pattern string) bool { ok, _ := filepath.Match(pattern, entry.Name()); return ok }
+		if !entry.IsDir() && slices.ContainsFunc(patterns, matches) {
+			r.model.Files = append(r.model.Files, entry.Name())
+		}
+	}
+	return append([]os.DirEntry{}, entries...) // not nil for an empty folder
+}
+
+// config reads config.json and the class of the model; nil without one.
+func (r *modelReader) config() map[string]json.RawMessage {
+	config := r.object("config.json", "copy the whole folder of the model, or save it with `save_pretrained`")
+	var classes []string
+	if json.Unmarshal(config["architectures"], &classes) == nil && len(classes) > 0 {
+		r.model.Architecture = classes[0]
+	}
+	return config
 }
 
 func (r *modelReader) bad(name, message, fix string) {

@@ -108,6 +108,8 @@ type Limits struct {
 
 // Environment asks for one turn of an environment on each of the rows: of the class Plugin, or of
 // the environment that rollout has for Kind. Args is a JSON object. Python is another interpreter.
+// With the kind "multistep", Plugin may be an id of gymnasium, and Model, Chunk, and RewardType are
+// those of the policy that acts in it.
 type Environment struct {
 	Plugin         string            `json:"plugin"`
 	Kind           string            `json:"kind,omitempty"`
@@ -116,6 +118,9 @@ type Environment struct {
 	Args           string            `json:"args"`
 	TimeoutSeconds float64           `json:"timeout_seconds"`
 	Rows           []json.RawMessage `json:"rows"`
+	Model          string            `json:"model,omitempty"`
+	Chunk          uint32            `json:"chunk,omitempty"`
+	RewardType     string            `json:"reward_type,omitempty"`
 }
 
 // Rows is a dataset and its name in messages.

@@ -69,6 +69,7 @@ class RunConfig(_message.Message):
     HEALTH_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
     GATES_FIELD_NUMBER: _builtins.int
+    MULTISTEP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A short name of the run: lower-case letters, digits, and dashes."""
     seed: _builtins.int
@@ -161,6 +162,12 @@ class RunConfig(_message.Message):
         follows when one holds (docs/evaluation.md). Each fires once.
         """
 
+    @_builtins.property
+    def multistep(self) -> Global___MultistepConfig:
+        """Trains a policy that acts in environments for many steps, instead of a language model. Absent:
+        a language model is trained.
+        """
+
     def __init__(
         self,
         *,
@@ -187,10 +194,11 @@ class RunConfig(_message.Message):
         health: Global___HealthConfig | None = ...,
         recovery: Global___RecoveryConfig | None = ...,
         gates: _abc.Mapping[_builtins.str, Global___GateConfig] | None = ...,
+        multistep: Global___MultistepConfig | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "recovery", b"recovery", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "multistep", b"multistep", "name", b"name", "recovery", b"recovery", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "gates", b"gates", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "name", b"name", "recovery", b"recovery", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic", "_mode", b"_mode", "_name", b"_name", "_seed", b"_seed", "algorithm", b"algorithm", "completions", b"completions", "data", b"data", "deterministic", b"deterministic", "engine", b"engine", "environment", b"environment", "eval", b"eval", "gates", b"gates", "health", b"health", "limits", b"limits", "lora", b"lora", "mode", b"mode", "model", b"model", "multistep", b"multistep", "name", b"name", "recovery", b"recovery", "reward", b"reward", "sampling", b"sampling", "seed", b"seed", "sinks", b"sinks", "snapshot", b"snapshot", "staleness", b"staleness", "train", b"train", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deterministic: _TypeAlias = _typing.Literal["deterministic"]  # noqa: Y015
     _WhichOneofArgType__deterministic: _TypeAlias = _typing.Literal["_deterministic", b"_deterministic"]  # noqa: Y015
@@ -210,6 +218,99 @@ class RunConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___RunConfig: _TypeAlias = RunConfig  # noqa: Y015
+
+@_typing.final
+class MultistepConfig(_message.Message):
+    """MultistepConfig sets the environments of a policy that acts for many steps, with
+    `[algorithm.ppo]` (docs/multistep.md). A row of the data is an episode: its `seed` and `options`
+    go to the environment's `reset`. `sampling.group_size` episodes are played for each row.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    ARGS_FIELD_NUMBER: _builtins.int
+    ENVIRONMENTS_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    MAX_STEPS_FIELD_NUMBER: _builtins.int
+    REWARD_TYPE_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_TYPE_FIELD_NUMBER: _builtins.int
+    TRUST_REMOTE_CODE_FIELD_NUMBER: _builtins.int
+    environment: _builtins.str
+    """The environment: an id of gymnasium, or `file.py:Class` of a class with gymnasium's `reset` and
+    `step`.
+    """
+    args: _builtins.str
+    """Arguments of the environment's constructor, a table with any keys."""
+    environments: _builtins.int
+    """Environments that all inference workers together play at once, a multiple of `engine.workers`."""
+    chunk: _builtins.int
+    """Actions that the policy chooses for each observation."""
+    max_steps: _builtins.int
+    """Largest number of steps of an episode. A longer one is TRUNCATED there."""
+    reward_type: _builtins.str
+    """What advantages are estimated for, by RLinf's names: `chunk_level`, a chunk with the sum of its
+    rewards; `action_level`, each action with its own reward, logprob, and value, for policies with
+    a value of each action.
+    """
+    bootstrap_type: _builtins.str
+    """Which episodes end with the discounted value of their last observation, by RLinf's names:
+    `standard`, those that were truncated; `always`, those that terminated too.
+    """
+    trust_remote_code: _builtins.bool
+    """Whether the Python code in the folder of the model may run. The class of `ActorCritic` needs
+    none.
+    """
+    def __init__(
+        self,
+        *,
+        environment: _builtins.str | None = ...,
+        args: _builtins.str | None = ...,
+        environments: _builtins.int | None = ...,
+        chunk: _builtins.int | None = ...,
+        max_steps: _builtins.int | None = ...,
+        reward_type: _builtins.str | None = ...,
+        bootstrap_type: _builtins.str | None = ...,
+        trust_remote_code: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_bootstrap_type", b"_bootstrap_type", "_chunk", b"_chunk", "_environment", b"_environment", "_environments", b"_environments", "_max_steps", b"_max_steps", "_reward_type", b"_reward_type", "_trust_remote_code", b"_trust_remote_code", "args", b"args", "bootstrap_type", b"bootstrap_type", "chunk", b"chunk", "environment", b"environment", "environments", b"environments", "max_steps", b"max_steps", "reward_type", b"reward_type", "trust_remote_code", b"trust_remote_code"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_bootstrap_type", b"_bootstrap_type", "_chunk", b"_chunk", "_environment", b"_environment", "_environments", b"_environments", "_max_steps", b"_max_steps", "_reward_type", b"_reward_type", "_trust_remote_code", b"_trust_remote_code", "args", b"args", "bootstrap_type", b"bootstrap_type", "chunk", b"chunk", "environment", b"environment", "environments", b"environments", "max_steps", b"max_steps", "reward_type", b"reward_type", "trust_remote_code", b"trust_remote_code"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__args: _TypeAlias = _typing.Literal["args"]  # noqa: Y015
+    _WhichOneofArgType__args: _TypeAlias = _typing.Literal["_args", b"_args"]  # noqa: Y015
+    _WhichOneofReturnType__bootstrap_type: _TypeAlias = _typing.Literal["bootstrap_type"]  # noqa: Y015
+    _WhichOneofArgType__bootstrap_type: _TypeAlias = _typing.Literal["_bootstrap_type", b"_bootstrap_type"]  # noqa: Y015
+    _WhichOneofReturnType__chunk: _TypeAlias = _typing.Literal["chunk"]  # noqa: Y015
+    _WhichOneofArgType__chunk: _TypeAlias = _typing.Literal["_chunk", b"_chunk"]  # noqa: Y015
+    _WhichOneofReturnType__environment: _TypeAlias = _typing.Literal["environment"]  # noqa: Y015
+    _WhichOneofArgType__environment: _TypeAlias = _typing.Literal["_environment", b"_environment"]  # noqa: Y015
+    _WhichOneofReturnType__environments: _TypeAlias = _typing.Literal["environments"]  # noqa: Y015
+    _WhichOneofArgType__environments: _TypeAlias = _typing.Literal["_environments", b"_environments"]  # noqa: Y015
+    _WhichOneofReturnType__max_steps: _TypeAlias = _typing.Literal["max_steps"]  # noqa: Y015
+    _WhichOneofArgType__max_steps: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps"]  # noqa: Y015
+    _WhichOneofReturnType__reward_type: _TypeAlias = _typing.Literal["reward_type"]  # noqa: Y015
+    _WhichOneofArgType__reward_type: _TypeAlias = _typing.Literal["_reward_type", b"_reward_type"]  # noqa: Y015
+    _WhichOneofReturnType__trust_remote_code: _TypeAlias = _typing.Literal["trust_remote_code"]  # noqa: Y015
+    _WhichOneofArgType__trust_remote_code: _TypeAlias = _typing.Literal["_trust_remote_code", b"_trust_remote_code"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__args) -> _WhichOneofReturnType__args | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bootstrap_type) -> _WhichOneofReturnType__bootstrap_type | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chunk) -> _WhichOneofReturnType__chunk | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__environment) -> _WhichOneofReturnType__environment | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__environments) -> _WhichOneofReturnType__environments | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_steps) -> _WhichOneofReturnType__max_steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward_type) -> _WhichOneofReturnType__reward_type | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trust_remote_code) -> _WhichOneofReturnType__trust_remote_code | None: ...
+
+Global___MultistepConfig: _TypeAlias = MultistepConfig  # noqa: Y015
 
 @_typing.final
 class GateConfig(_message.Message):

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from buf.validate import validate_pb2 as buf_dot_validate_dot_validate__pb2
+from rollout.tensor.v1 import tensor_pb2 as rollout_dot_tensor_dot_v1_dot_tensor__pb2
 from rollout.weights.v1 import weights_pb2 as rollout_dot_weights_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&rollout/trajectory/v1/trajectory.proto\x12\x15rollout.trajectory.v1\x1a\x1b\x62uf/validate/validate.proto\x1a rollout/weights/v1/weights.proto\"u\n\rTrajectoryKey\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0e\n\x06sample\x18\x05 \x01(\r\x12\x0c\n\x04part\x18\x06 \x01(\r\"J\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"\xce\x01\n\x04Turn\x12\x0f\n\x07sampled\x18\x01 \x01(\x08\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x10\n\x08messages\x18\x05 \x03(\t\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x39\n\x07metrics\x18\x07 \x03(\x0b\x32(.rollout.trajectory.v1.Turn.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"b\n\tTurnTimes\x12\x10\n\x08\x61sked_ms\x18\x01 \x01(\r\x12\x12\n\nsampled_ms\x18\x02 \x01(\r\x12\x13\n\x0b\x61nswered_ms\x18\x03 \x01(\r\x12\x1a\n\x07tool_ms\x18\x04 \x03(\rB\t\xbaH\x06\x92\x01\x03\x10\x80\x02\"a\n\x0c\x45pisodeTimes\x12\x15\n\rbegan_unix_ms\x18\x01 \x01(\x04\x12:\n\x05turns\x18\x02 \x03(\x0b\x32 .rollout.trajectory.v1.TurnTimesB\t\xbaH\x06\x92\x01\x03\x10\x80\x08\"\xde\x04\n\nTrajectory\x12\x39\n\x03key\x18\x01 \x01(\x0b\x32$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x14\n\x0craw_logprobs\x18\x04 \x01(\x0c\x12\x11\n\tloss_mask\x18\x05 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x39\n\rversion_spans\x18\x07 \x03(\x0b\x32\".rollout.trajectory.v1.VersionSpan\x12\x0e\n\x06reward\x18\x08 \x01(\x01\x12?\n\x07metrics\x18\t \x03(\x0b\x32..rollout.trajectory.v1.Trajectory.MetricsEntry\x12/\n\x07outcome\x18\n \x01(\x0e\x32\x1e.rollout.trajectory.v1.Outcome\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x0e\n\x06prompt\x18\x0c \x01(\t\x12\x12\n\ncompletion\x18\r \x01(\t\x12\x15\n\rtoken_rewards\x18\x0e \x01(\x0c\x12\x18\n\x10teacher_logprobs\x18\x0f \x01(\x0c\x12*\n\x05turns\x18\x10 \x03(\x0b\x32\x1b.rollout.trajectory.v1.Turn\x12\x32\n\x06parent\x18\x11 \x01(\x0b\x32\".rollout.trajectory.v1.EpisodeLink\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa0\x04\n\x10TrajectoryHeader\x12\x39\n\x03key\x18\x01 \x01(\x0b\x32$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01\x12\x1b\n\ngroup_size\x18\x02 \x01(\rB\x07\xbaH\x04*\x02(\x01\x12;\n\x07outcome\x18\x03 \x01(\x0e\x32\x1e.rollout.trajectory.v1.OutcomeB\n\xbaH\x07\x82\x01\x04\x10\x01 \x00\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x13\n\x0bmin_version\x18\x06 \x01(\x04\x12\x13\n\x0bmax_version\x18\x07 \x01(\x04\x12\x33\n\x07receipt\x18\x08 \x01(\x0b\x32\".rollout.weights.v1.WeightsReceipt\x12\x0e\n\x06tokens\x18\t \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\n \x01(\r\x12\x11\n\tworker_id\x18\x0b \x01(\t\x12\x0b\n\x03row\x18\x0c \x01(\x04\x12\x15\n\rtoken_rewards\x18\r \x01(\x08\x12\r\n\x05parts\x18\x0e \x01(\r\x12\x33\n\x04path\x18\x0f \x01(\x0b\x32%.rollout.trajectory.v1.TrajectoryPath\x12\x10\n\x08left_out\x18\x11 \x01(\x08\x12\x32\n\x05times\x18\x12 \x01(\x0b\x32#.rollout.trajectory.v1.EpisodeTimesJ\x04\x08\x10\x10\x11R\x06parent\"L\n\x0eTrajectoryPath\x12\x1b\n\nsession_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x1d\n\x0bsegment_ids\x18\x02 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\"y\n\x0b\x45pisodeLink\x12\x0c\n\x04part\x18\x04 \x01(\r\x12\x0c\n\x04turn\x18\x05 \x01(\r\x12\r\n\x05\x63hild\x18\x06 \x01(\r\x12\x10\n\x08rewarded\x18\x07 \x01(\x08J\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x03keyR\nsession_idR\nsegment_id\"\x98\x01\n\x12TrajectoryEnvelope\x12?\n\x06header\x18\x01 \x01(\x0b\x32\'.rollout.trajectory.v1.TrajectoryHeaderB\x06\xbaH\x03\xc8\x01\x01\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x13\n\x0bpayload_ref\x18\x03 \x01(\t\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07J\x04\x08\x05\x10\x06R\x05place\"\\\n\x0fTrajectoryBatch\x12I\n\x0ctrajectories\x18\x01 \x03(\x0b\x32).rollout.trajectory.v1.TrajectoryEnvelopeB\x08\xbaH\x05\x92\x01\x02\x08\x01*\x7f\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTCOME_COMPLETED\x10\x01\x12\x15\n\x11OUTCOME_TRUNCATED\x10\x02\x12\x13\n\x0fOUTCOME_ABORTED\x10\x03\x12\x18\n\x14OUTCOME_INFRA_FAILED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&rollout/trajectory/v1/trajectory.proto\x12\x15rollout.trajectory.v1\x1a\x1b\x62uf/validate/validate.proto\x1a\x1erollout/tensor/v1/tensor.proto\x1a rollout/weights/v1/weights.proto\"u\n\rTrajectoryKey\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0e\n\x06sample\x18\x05 \x01(\r\x12\x0c\n\x04part\x18\x06 \x01(\r\"J\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"\xce\x01\n\x04Turn\x12\x0f\n\x07sampled\x18\x01 \x01(\x08\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x10\n\x08messages\x18\x05 \x03(\t\x12\x0e\n\x06reward\x18\x06 \x01(\x01\x12\x39\n\x07metrics\x18\x07 \x03(\x0b\x32(.rollout.trajectory.v1.Turn.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"b\n\tTurnTimes\x12\x10\n\x08\x61sked_ms\x18\x01 \x01(\r\x12\x12\n\nsampled_ms\x18\x02 \x01(\r\x12\x13\n\x0b\x61nswered_ms\x18\x03 \x01(\r\x12\x1a\n\x07tool_ms\x18\x04 \x03(\rB\t\xbaH\x06\x92\x01\x03\x10\x80\x02\"a\n\x0c\x45pisodeTimes\x12\x15\n\rbegan_unix_ms\x18\x01 \x01(\x04\x12:\n\x05turns\x18\x02 \x03(\x0b\x32 .rollout.trajectory.v1.TurnTimesB\t\xbaH\x06\x92\x01\x03\x10\x80\x08\"\xea\x05\n\nTrajectory\x12\x39\n\x03key\x18\x01 \x01(\x0b\x32$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x14\n\x0craw_logprobs\x18\x04 \x01(\x0c\x12\x11\n\tloss_mask\x18\x05 \x01(\x0c\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x39\n\rversion_spans\x18\x07 \x03(\x0b\x32\".rollout.trajectory.v1.VersionSpan\x12\x0e\n\x06reward\x18\x08 \x01(\x01\x12?\n\x07metrics\x18\t \x03(\x0b\x32..rollout.trajectory.v1.Trajectory.MetricsEntry\x12/\n\x07outcome\x18\n \x01(\x0e\x32\x1e.rollout.trajectory.v1.Outcome\x12\x0e\n\x06reason\x18\x0b \x01(\t\x12\x0e\n\x06prompt\x18\x0c \x01(\t\x12\x12\n\ncompletion\x18\r \x01(\t\x12\x15\n\rtoken_rewards\x18\x0e \x01(\x0c\x12\x18\n\x10teacher_logprobs\x18\x0f \x01(\x0c\x12*\n\x05turns\x18\x10 \x03(\x0b\x32\x1b.rollout.trajectory.v1.Turn\x12\x32\n\x06parent\x18\x11 \x01(\x0b\x32\".rollout.trajectory.v1.EpisodeLink\x12?\n\x07tensors\x18\x12 \x03(\x0b\x32..rollout.trajectory.v1.Trajectory.TensorsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aI\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.rollout.tensor.v1.Tensor:\x02\x38\x01\"\xa0\x04\n\x10TrajectoryHeader\x12\x39\n\x03key\x18\x01 \x01(\x0b\x32$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01\x12\x1b\n\ngroup_size\x18\x02 \x01(\rB\x07\xbaH\x04*\x02(\x01\x12;\n\x07outcome\x18\x03 \x01(\x0e\x32\x1e.rollout.trajectory.v1.OutcomeB\n\xbaH\x07\x82\x01\x04\x10\x01 \x00\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x13\n\x0bmin_version\x18\x06 \x01(\x04\x12\x13\n\x0bmax_version\x18\x07 \x01(\x04\x12\x33\n\x07receipt\x18\x08 \x01(\x0b\x32\".rollout.weights.v1.WeightsReceipt\x12\x0e\n\x06tokens\x18\t \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\n \x01(\r\x12\x11\n\tworker_id\x18\x0b \x01(\t\x12\x0b\n\x03row\x18\x0c \x01(\x04\x12\x15\n\rtoken_rewards\x18\r \x01(\x08\x12\r\n\x05parts\x18\x0e \x01(\r\x12\x33\n\x04path\x18\x0f \x01(\x0b\x32%.rollout.trajectory.v1.TrajectoryPath\x12\x10\n\x08left_out\x18\x11 \x01(\x08\x12\x32\n\x05times\x18\x12 \x01(\x0b\x32#.rollout.trajectory.v1.EpisodeTimesJ\x04\x08\x10\x10\x11R\x06parent\"L\n\x0eTrajectoryPath\x12\x1b\n\nsession_id\x18\x01 \x01(\tB\x07\xbaH\x04r\x02\x10\x01\x12\x1d\n\x0bsegment_ids\x18\x02 \x03(\tB\x08\xbaH\x05\x92\x01\x02\x08\x01\"y\n\x0b\x45pisodeLink\x12\x0c\n\x04part\x18\x04 \x01(\r\x12\x0c\n\x04turn\x18\x05 \x01(\r\x12\r\n\x05\x63hild\x18\x06 \x01(\r\x12\x10\n\x08rewarded\x18\x07 \x01(\x08J\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x03keyR\nsession_idR\nsegment_id\"\x98\x01\n\x12TrajectoryEnvelope\x12?\n\x06header\x18\x01 \x01(\x0b\x32\'.rollout.trajectory.v1.TrajectoryHeaderB\x06\xbaH\x03\xc8\x01\x01\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x13\n\x0bpayload_ref\x18\x03 \x01(\t\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07J\x04\x08\x05\x10\x06R\x05place\"\\\n\x0fTrajectoryBatch\x12I\n\x0ctrajectories\x18\x01 \x03(\x0b\x32).rollout.trajectory.v1.TrajectoryEnvelopeB\x08\xbaH\x05\x92\x01\x02\x08\x01*\x7f\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTCOME_COMPLETED\x10\x01\x12\x15\n\x11OUTCOME_TRUNCATED\x10\x02\x12\x13\n\x0fOUTCOME_ABORTED\x10\x03\x12\x18\n\x14OUTCOME_INFRA_FAILED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,6 +44,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EPISODETIMES'].fields_by_name['turns']._serialized_options = b'\272H\006\222\001\003\020\200\010'
   _globals['_TRAJECTORY_METRICSENTRY']._loaded_options = None
   _globals['_TRAJECTORY_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_TRAJECTORY_TENSORSENTRY']._loaded_options = None
+  _globals['_TRAJECTORY_TENSORSENTRY']._serialized_options = b'8\001'
   _globals['_TRAJECTORY'].fields_by_name['key']._loaded_options = None
   _globals['_TRAJECTORY'].fields_by_name['key']._serialized_options = b'\272H\003\310\001\001'
   _globals['_TRAJECTORYHEADER'].fields_by_name['key']._loaded_options = None
@@ -59,32 +62,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAJECTORYENVELOPE'].fields_by_name['header']._serialized_options = b'\272H\003\310\001\001'
   _globals['_TRAJECTORYBATCH'].fields_by_name['trajectories']._loaded_options = None
   _globals['_TRAJECTORYBATCH'].fields_by_name['trajectories']._serialized_options = b'\272H\005\222\001\002\010\001'
-  _globals['_OUTCOME']._serialized_start=2337
-  _globals['_OUTCOME']._serialized_end=2464
-  _globals['_TRAJECTORYKEY']._serialized_start=128
-  _globals['_TRAJECTORYKEY']._serialized_end=245
-  _globals['_VERSIONSPAN']._serialized_start=247
-  _globals['_VERSIONSPAN']._serialized_end=321
-  _globals['_TURN']._serialized_start=324
-  _globals['_TURN']._serialized_end=530
-  _globals['_TURN_METRICSENTRY']._serialized_start=484
-  _globals['_TURN_METRICSENTRY']._serialized_end=530
-  _globals['_TURNTIMES']._serialized_start=532
-  _globals['_TURNTIMES']._serialized_end=630
-  _globals['_EPISODETIMES']._serialized_start=632
-  _globals['_EPISODETIMES']._serialized_end=729
-  _globals['_TRAJECTORY']._serialized_start=732
-  _globals['_TRAJECTORY']._serialized_end=1338
-  _globals['_TRAJECTORY_METRICSENTRY']._serialized_start=484
-  _globals['_TRAJECTORY_METRICSENTRY']._serialized_end=530
-  _globals['_TRAJECTORYHEADER']._serialized_start=1341
-  _globals['_TRAJECTORYHEADER']._serialized_end=1885
-  _globals['_TRAJECTORYPATH']._serialized_start=1887
-  _globals['_TRAJECTORYPATH']._serialized_end=1963
-  _globals['_EPISODELINK']._serialized_start=1965
-  _globals['_EPISODELINK']._serialized_end=2086
-  _globals['_TRAJECTORYENVELOPE']._serialized_start=2089
-  _globals['_TRAJECTORYENVELOPE']._serialized_end=2241
-  _globals['_TRAJECTORYBATCH']._serialized_start=2243
-  _globals['_TRAJECTORYBATCH']._serialized_end=2335
+  _globals['_OUTCOME']._serialized_start=2509
+  _globals['_OUTCOME']._serialized_end=2636
+  _globals['_TRAJECTORYKEY']._serialized_start=160
+  _globals['_TRAJECTORYKEY']._serialized_end=277
+  _globals['_VERSIONSPAN']._serialized_start=279
+  _globals['_VERSIONSPAN']._serialized_end=353
+  _globals['_TURN']._serialized_start=356
+  _globals['_TURN']._serialized_end=562
+  _globals['_TURN_METRICSENTRY']._serialized_start=516
+  _globals['_TURN_METRICSENTRY']._serialized_end=562
+  _globals['_TURNTIMES']._serialized_start=564
+  _globals['_TURNTIMES']._serialized_end=662
+  _globals['_EPISODETIMES']._serialized_start=664
+  _globals['_EPISODETIMES']._serialized_end=761
+  _globals['_TRAJECTORY']._serialized_start=764
+  _globals['_TRAJECTORY']._serialized_end=1510
+  _globals['_TRAJECTORY_METRICSENTRY']._serialized_start=516
+  _globals['_TRAJECTORY_METRICSENTRY']._serialized_end=562
+  _globals['_TRAJECTORY_TENSORSENTRY']._serialized_start=1437
+  _globals['_TRAJECTORY_TENSORSENTRY']._serialized_end=1510
+  _globals['_TRAJECTORYHEADER']._serialized_start=1513
+  _globals['_TRAJECTORYHEADER']._serialized_end=2057
+  _globals['_TRAJECTORYPATH']._serialized_start=2059
+  _globals['_TRAJECTORYPATH']._serialized_end=2135
+  _globals['_EPISODELINK']._serialized_start=2137
+  _globals['_EPISODELINK']._serialized_end=2258
+  _globals['_TRAJECTORYENVELOPE']._serialized_start=2261
+  _globals['_TRAJECTORYENVELOPE']._serialized_end=2413
+  _globals['_TRAJECTORYBATCH']._serialized_start=2415
+  _globals['_TRAJECTORYBATCH']._serialized_end=2507
 # @@protoc_insertion_point(module_scope)

@@ -10,6 +10,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rollout.tensor.v1 import tensor_pb2 as _tensor_pb2
 from rollout.weights.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
@@ -311,6 +312,27 @@ class Trajectory(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class TensorsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _tensor_pb2.Tensor: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _tensor_pb2.Tensor | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     KEY_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
@@ -328,6 +350,7 @@ class Trajectory(_message.Message):
     TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """int32[T] little-endian: prompt, then completion."""
     logprobs: _builtins.bytes
@@ -380,6 +403,15 @@ class Trajectory(_message.Message):
     def parent(self) -> Global___EpisodeLink:
         """Episode that opened this one as a child session; absent if none did."""
 
+    @_builtins.property
+    def tensors(self) -> _containers.MessageMap[_builtins.str, _tensor_pb2.Tensor]:
+        """Arrays of an episode of a policy that acts for many steps, by name (docs/multistep.md); it has
+        no tokens. T chunks of C actions: `logprobs` float32[T, C], `values` float32[T, V], `rewards`
+        float32[T, C] with the bootstrapped value, `dones` bool[T, C], `played` bool[T, C], and as
+        `inputs.NAME` what the policy's `forward` takes, each [T, ...], among them the observations and
+        the actions. Version spans then count chunks.
+        """
+
     def __init__(
         self,
         *,
@@ -400,10 +432,11 @@ class Trajectory(_message.Message):
         teacher_logprobs: _builtins.bytes = ...,
         turns: _abc.Iterable[Global___Turn] | None = ...,
         parent: Global___EpisodeLink | None = ...,
+        tensors: _abc.Mapping[_builtins.str, _tensor_pb2.Tensor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "parent", b"parent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "key", b"key", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "parent", b"parent", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "reason", b"reason", "reward", b"reward", "teacher_logprobs", b"teacher_logprobs", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "key", b"key", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "metrics", b"metrics", "outcome", b"outcome", "parent", b"parent", "prompt", b"prompt", "prompt_tokens", b"prompt_tokens", "raw_logprobs", b"raw_logprobs", "reason", b"reason", "reward", b"reward", "teacher_logprobs", b"teacher_logprobs", "tensors", b"tensors", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "turns", b"turns", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,7 +74,10 @@ type RunConfig struct {
 	Recovery *RecoveryConfig `protobuf:"bytes,51,opt,name=recovery,proto3" json:"recovery,omitempty"`
 	// Conditions over metrics, each in its own named table, such as `[gates.accurate]`, and what
 	// follows when one holds (docs/evaluation.md). Each fires once.
-	Gates         map[string]*GateConfig `protobuf:"bytes,52,rep,name=gates,proto3" json:"gates,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Gates map[string]*GateConfig `protobuf:"bytes,52,rep,name=gates,proto3" json:"gates,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Trains a policy that acts in environments for many steps, instead of a language model. Absent:
+	// a language model is trained.
+	Multistep     *MultistepConfig `protobuf:"bytes,60,opt,name=multistep,proto3" json:"multistep,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -270,6 +273,129 @@ func (x *RunConfig) GetGates() map[string]*GateConfig {
 	return nil
 }
 
+func (x *RunConfig) GetMultistep() *MultistepConfig {
+	if x != nil {
+		return x.Multistep
+	}
+	return nil
+}
+
+// MultistepConfig sets the environments of a policy that acts for many steps, with
+// `[algorithm.ppo]` (docs/multistep.md). A row of the data is an episode: its `seed` and `options`
+// go to the environment's `reset`. `sampling.group_size` episodes are played for each row.
+type MultistepConfig struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The environment: an id of gymnasium, or `file.py:Class` of a class with gymnasium's `reset` and
+	// `step`.
+	Environment *string `protobuf:"bytes,1,opt,name=environment,proto3,oneof" json:"environment,omitempty"`
+	// Arguments of the environment's constructor, a table with any keys.
+	Args *string `protobuf:"bytes,2,opt,name=args,proto3,oneof" json:"args,omitempty"`
+	// Environments that all inference workers together play at once, a multiple of `engine.workers`.
+	Environments *uint32 `protobuf:"varint,3,opt,name=environments,proto3,oneof" json:"environments,omitempty"`
+	// Actions that the policy chooses for each observation.
+	Chunk *uint32 `protobuf:"varint,4,opt,name=chunk,proto3,oneof" json:"chunk,omitempty"`
+	// Largest number of steps of an episode. A longer one is TRUNCATED there.
+	MaxSteps *uint32 `protobuf:"varint,5,opt,name=max_steps,json=maxSteps,proto3,oneof" json:"max_steps,omitempty"`
+	// What advantages are estimated for, by RLinf's names: `chunk_level`, a chunk with the sum of its
+	// rewards; `action_level`, each action with its own reward, logprob, and value, for policies with
+	// a value of each action.
+	RewardType *string `protobuf:"bytes,6,opt,name=reward_type,json=rewardType,proto3,oneof" json:"reward_type,omitempty"`
+	// Which episodes end with the discounted value of their last observation, by RLinf's names:
+	// `standard`, those that were truncated; `always`, those that terminated too.
+	BootstrapType *string `protobuf:"bytes,7,opt,name=bootstrap_type,json=bootstrapType,proto3,oneof" json:"bootstrap_type,omitempty"`
+	// Whether the Python code in the folder of the model may run. The class of `ActorCritic` needs
+	// none.
+	TrustRemoteCode *bool `protobuf:"varint,8,opt,name=trust_remote_code,json=trustRemoteCode,proto3,oneof" json:"trust_remote_code,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *MultistepConfig) Reset() {
+	*x = MultistepConfig{}
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MultistepConfig) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MultistepConfig) ProtoMessage() {}
+
+func (x *MultistepConfig) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MultistepConfig.ProtoReflect.Descriptor instead.
+func (*MultistepConfig) Descriptor() ([]byte, []int) {
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *MultistepConfig) GetEnvironment() string {
+	if x != nil && x.Environment != nil {
+		return *x.Environment
+	}
+	return ""
+}
+
+func (x *MultistepConfig) GetArgs() string {
+	if x != nil && x.Args != nil {
+		return *x.Args
+	}
+	return ""
+}
+
+func (x *MultistepConfig) GetEnvironments() uint32 {
+	if x != nil && x.Environments != nil {
+		return *x.Environments
+	}
+	return 0
+}
+
+func (x *MultistepConfig) GetChunk() uint32 {
+	if x != nil && x.Chunk != nil {
+		return *x.Chunk
+	}
+	return 0
+}
+
+func (x *MultistepConfig) GetMaxSteps() uint32 {
+	if x != nil && x.MaxSteps != nil {
+		return *x.MaxSteps
+	}
+	return 0
+}
+
+func (x *MultistepConfig) GetRewardType() string {
+	if x != nil && x.RewardType != nil {
+		return *x.RewardType
+	}
+	return ""
+}
+
+func (x *MultistepConfig) GetBootstrapType() string {
+	if x != nil && x.BootstrapType != nil {
+		return *x.BootstrapType
+	}
+	return ""
+}
+
+func (x *MultistepConfig) GetTrustRemoteCode() bool {
+	if x != nil && x.TrustRemoteCode != nil {
+		return *x.TrustRemoteCode
+	}
+	return false
+}
+
 // GateConfig sets a condition over a metric, and what follows the first step after which it holds.
 type GateConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -286,7 +412,7 @@ type GateConfig struct {
 
 func (x *GateConfig) Reset() {
 	*x = GateConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -298,7 +424,7 @@ func (x *GateConfig) String() string {
 func (*GateConfig) ProtoMessage() {}
 
 func (x *GateConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[1]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -311,7 +437,7 @@ func (x *GateConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GateConfig.ProtoReflect.Descriptor instead.
 func (*GateConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{1}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *GateConfig) GetWhen() string {
@@ -343,7 +469,7 @@ type RecoveryConfig struct {
 
 func (x *RecoveryConfig) Reset() {
 	*x = RecoveryConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -355,7 +481,7 @@ func (x *RecoveryConfig) String() string {
 func (*RecoveryConfig) ProtoMessage() {}
 
 func (x *RecoveryConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[2]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -368,7 +494,7 @@ func (x *RecoveryConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RecoveryConfig.ProtoReflect.Descriptor instead.
 func (*RecoveryConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{2}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *RecoveryConfig) GetOldLineage() string {
@@ -398,7 +524,7 @@ type ModelConfig struct {
 
 func (x *ModelConfig) Reset() {
 	*x = ModelConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -410,7 +536,7 @@ func (x *ModelConfig) String() string {
 func (*ModelConfig) ProtoMessage() {}
 
 func (x *ModelConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[3]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -423,7 +549,7 @@ func (x *ModelConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ModelConfig.ProtoReflect.Descriptor instead.
 func (*ModelConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{3}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ModelConfig) GetPath() string {
@@ -512,7 +638,7 @@ type DataConfig struct {
 
 func (x *DataConfig) Reset() {
 	*x = DataConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -524,7 +650,7 @@ func (x *DataConfig) String() string {
 func (*DataConfig) ProtoMessage() {}
 
 func (x *DataConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[4]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -537,7 +663,7 @@ func (x *DataConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DataConfig.ProtoReflect.Descriptor instead.
 func (*DataConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{4}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *DataConfig) GetTrain() string {
@@ -691,7 +817,7 @@ type DataSourceConfig struct {
 
 func (x *DataSourceConfig) Reset() {
 	*x = DataSourceConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -703,7 +829,7 @@ func (x *DataSourceConfig) String() string {
 func (*DataSourceConfig) ProtoMessage() {}
 
 func (x *DataSourceConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[5]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -716,7 +842,7 @@ func (x *DataSourceConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DataSourceConfig.ProtoReflect.Descriptor instead.
 func (*DataSourceConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{5}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *DataSourceConfig) GetPath() string {
@@ -829,7 +955,7 @@ type SamplingConfig struct {
 
 func (x *SamplingConfig) Reset() {
 	*x = SamplingConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -841,7 +967,7 @@ func (x *SamplingConfig) String() string {
 func (*SamplingConfig) ProtoMessage() {}
 
 func (x *SamplingConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[6]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -854,7 +980,7 @@ func (x *SamplingConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SamplingConfig.ProtoReflect.Descriptor instead.
 func (*SamplingConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{6}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *SamplingConfig) GetGroupSize() uint32 {
@@ -957,7 +1083,7 @@ type RewardConfig struct {
 
 func (x *RewardConfig) Reset() {
 	*x = RewardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -969,7 +1095,7 @@ func (x *RewardConfig) String() string {
 func (*RewardConfig) ProtoMessage() {}
 
 func (x *RewardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[7]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -982,7 +1108,7 @@ func (x *RewardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardConfig.ProtoReflect.Descriptor instead.
 func (*RewardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{7}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *RewardConfig) GetPlugin() string {
@@ -1061,7 +1187,7 @@ type RewardLimitsConfig struct {
 
 func (x *RewardLimitsConfig) Reset() {
 	*x = RewardLimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1073,7 +1199,7 @@ func (x *RewardLimitsConfig) String() string {
 func (*RewardLimitsConfig) ProtoMessage() {}
 
 func (x *RewardLimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[8]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1086,7 +1212,7 @@ func (x *RewardLimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardLimitsConfig.ProtoReflect.Descriptor instead.
 func (*RewardLimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{8}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *RewardLimitsConfig) GetMemoryBytes() uint64 {
@@ -1144,7 +1270,7 @@ type ScoringModelConfig struct {
 
 func (x *ScoringModelConfig) Reset() {
 	*x = ScoringModelConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1156,7 +1282,7 @@ func (x *ScoringModelConfig) String() string {
 func (*ScoringModelConfig) ProtoMessage() {}
 
 func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[9]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1169,7 +1295,7 @@ func (x *ScoringModelConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ScoringModelConfig.ProtoReflect.Descriptor instead.
 func (*ScoringModelConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{9}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ScoringModelConfig) GetPath() string {
@@ -1224,7 +1350,7 @@ type RewardPartConfig struct {
 
 func (x *RewardPartConfig) Reset() {
 	*x = RewardPartConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1236,7 +1362,7 @@ func (x *RewardPartConfig) String() string {
 func (*RewardPartConfig) ProtoMessage() {}
 
 func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[10]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1249,7 +1375,7 @@ func (x *RewardPartConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RewardPartConfig.ProtoReflect.Descriptor instead.
 func (*RewardPartConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{10}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *RewardPartConfig) GetWeight() float64 {
@@ -1367,7 +1493,7 @@ type TrainConfig struct {
 
 func (x *TrainConfig) Reset() {
 	*x = TrainConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1379,7 +1505,7 @@ func (x *TrainConfig) String() string {
 func (*TrainConfig) ProtoMessage() {}
 
 func (x *TrainConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[11]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1392,7 +1518,7 @@ func (x *TrainConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TrainConfig.ProtoReflect.Descriptor instead.
 func (*TrainConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{11}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TrainConfig) GetSteps() uint64 {
@@ -1563,7 +1689,7 @@ type LoraConfig struct {
 
 func (x *LoraConfig) Reset() {
 	*x = LoraConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1575,7 +1701,7 @@ func (x *LoraConfig) String() string {
 func (*LoraConfig) ProtoMessage() {}
 
 func (x *LoraConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[12]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1588,7 +1714,7 @@ func (x *LoraConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoraConfig.ProtoReflect.Descriptor instead.
 func (*LoraConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{12}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *LoraConfig) GetRank() uint32 {
@@ -1648,7 +1774,7 @@ type WeightsConfig struct {
 
 func (x *WeightsConfig) Reset() {
 	*x = WeightsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1660,7 +1786,7 @@ func (x *WeightsConfig) String() string {
 func (*WeightsConfig) ProtoMessage() {}
 
 func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[13]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1673,7 +1799,7 @@ func (x *WeightsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WeightsConfig.ProtoReflect.Descriptor instead.
 func (*WeightsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{13}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *WeightsConfig) GetPatch() string {
@@ -1733,7 +1859,7 @@ type EngineConfig struct {
 
 func (x *EngineConfig) Reset() {
 	*x = EngineConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1745,7 +1871,7 @@ func (x *EngineConfig) String() string {
 func (*EngineConfig) ProtoMessage() {}
 
 func (x *EngineConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[14]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1758,7 +1884,7 @@ func (x *EngineConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineConfig.ProtoReflect.Descriptor instead.
 func (*EngineConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{14}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *EngineConfig) GetKind() string {
@@ -1868,7 +1994,7 @@ type EnvironmentConfig struct {
 
 func (x *EnvironmentConfig) Reset() {
 	*x = EnvironmentConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1880,7 +2006,7 @@ func (x *EnvironmentConfig) String() string {
 func (*EnvironmentConfig) ProtoMessage() {}
 
 func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[15]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1893,7 +2019,7 @@ func (x *EnvironmentConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnvironmentConfig.ProtoReflect.Descriptor instead.
 func (*EnvironmentConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{15}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *EnvironmentConfig) GetKind() string {
@@ -1999,7 +2125,7 @@ type StalenessConfig struct {
 
 func (x *StalenessConfig) Reset() {
 	*x = StalenessConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2011,7 +2137,7 @@ func (x *StalenessConfig) String() string {
 func (*StalenessConfig) ProtoMessage() {}
 
 func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[16]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2024,7 +2150,7 @@ func (x *StalenessConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StalenessConfig.ProtoReflect.Descriptor instead.
 func (*StalenessConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{16}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *StalenessConfig) GetMaxSteps() uint32 {
@@ -2060,7 +2186,7 @@ type EvalConfig struct {
 
 func (x *EvalConfig) Reset() {
 	*x = EvalConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2072,7 +2198,7 @@ func (x *EvalConfig) String() string {
 func (*EvalConfig) ProtoMessage() {}
 
 func (x *EvalConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[17]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2085,7 +2211,7 @@ func (x *EvalConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalConfig.ProtoReflect.Descriptor instead.
 func (*EvalConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{17}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *EvalConfig) GetEverySteps() uint64 {
@@ -2162,7 +2288,7 @@ type EvalSuiteConfig struct {
 
 func (x *EvalSuiteConfig) Reset() {
 	*x = EvalSuiteConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2174,7 +2300,7 @@ func (x *EvalSuiteConfig) String() string {
 func (*EvalSuiteConfig) ProtoMessage() {}
 
 func (x *EvalSuiteConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[18]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2187,7 +2313,7 @@ func (x *EvalSuiteConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EvalSuiteConfig.ProtoReflect.Descriptor instead.
 func (*EvalSuiteConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{18}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *EvalSuiteConfig) GetData() string {
@@ -2295,7 +2421,7 @@ type SnapshotConfig struct {
 
 func (x *SnapshotConfig) Reset() {
 	*x = SnapshotConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2307,7 +2433,7 @@ func (x *SnapshotConfig) String() string {
 func (*SnapshotConfig) ProtoMessage() {}
 
 func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[19]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2320,7 +2446,7 @@ func (x *SnapshotConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotConfig.ProtoReflect.Descriptor instead.
 func (*SnapshotConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{19}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SnapshotConfig) GetEverySteps() uint64 {
@@ -2373,7 +2499,7 @@ type CompletionsConfig struct {
 
 func (x *CompletionsConfig) Reset() {
 	*x = CompletionsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2385,7 +2511,7 @@ func (x *CompletionsConfig) String() string {
 func (*CompletionsConfig) ProtoMessage() {}
 
 func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[20]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2398,7 +2524,7 @@ func (x *CompletionsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompletionsConfig.ProtoReflect.Descriptor instead.
 func (*CompletionsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{20}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *CompletionsConfig) GetPerStep() uint32 {
@@ -2432,7 +2558,7 @@ type SinksConfig struct {
 
 func (x *SinksConfig) Reset() {
 	*x = SinksConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2444,7 +2570,7 @@ func (x *SinksConfig) String() string {
 func (*SinksConfig) ProtoMessage() {}
 
 func (x *SinksConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[21]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2457,7 +2583,7 @@ func (x *SinksConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SinksConfig.ProtoReflect.Descriptor instead.
 func (*SinksConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{21}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *SinksConfig) GetTensorboard() *TensorboardConfig {
@@ -2493,7 +2619,7 @@ type TensorboardConfig struct {
 
 func (x *TensorboardConfig) Reset() {
 	*x = TensorboardConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2505,7 +2631,7 @@ func (x *TensorboardConfig) String() string {
 func (*TensorboardConfig) ProtoMessage() {}
 
 func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[22]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2518,7 +2644,7 @@ func (x *TensorboardConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorboardConfig.ProtoReflect.Descriptor instead.
 func (*TensorboardConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{22}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *TensorboardConfig) GetDirectory() string {
@@ -2546,7 +2672,7 @@ type WandbConfig struct {
 
 func (x *WandbConfig) Reset() {
 	*x = WandbConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2558,7 +2684,7 @@ func (x *WandbConfig) String() string {
 func (*WandbConfig) ProtoMessage() {}
 
 func (x *WandbConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[23]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2571,7 +2697,7 @@ func (x *WandbConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WandbConfig.ProtoReflect.Descriptor instead.
 func (*WandbConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{23}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *WandbConfig) GetProject() string {
@@ -2617,7 +2743,7 @@ type MlflowConfig struct {
 
 func (x *MlflowConfig) Reset() {
 	*x = MlflowConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2629,7 +2755,7 @@ func (x *MlflowConfig) String() string {
 func (*MlflowConfig) ProtoMessage() {}
 
 func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[24]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2642,7 +2768,7 @@ func (x *MlflowConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MlflowConfig.ProtoReflect.Descriptor instead.
 func (*MlflowConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{24}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *MlflowConfig) GetTrackingUri() string {
@@ -2701,7 +2827,7 @@ type HealthConfig struct {
 
 func (x *HealthConfig) Reset() {
 	*x = HealthConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[25]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2713,7 +2839,7 @@ func (x *HealthConfig) String() string {
 func (*HealthConfig) ProtoMessage() {}
 
 func (x *HealthConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[25]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2726,7 +2852,7 @@ func (x *HealthConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HealthConfig.ProtoReflect.Descriptor instead.
 func (*HealthConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{25}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *HealthConfig) GetOnCollapse() string {
@@ -2846,7 +2972,7 @@ type LimitsConfig struct {
 
 func (x *LimitsConfig) Reset() {
 	*x = LimitsConfig{}
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[26]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2858,7 +2984,7 @@ func (x *LimitsConfig) String() string {
 func (*LimitsConfig) ProtoMessage() {}
 
 func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_config_v1_run_config_proto_msgTypes[26]
+	mi := &file_rollout_config_v1_run_config_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2871,7 +2997,7 @@ func (x *LimitsConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LimitsConfig.ProtoReflect.Descriptor instead.
 func (*LimitsConfig) Descriptor() ([]byte, []int) {
-	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{26}
+	return file_rollout_config_v1_run_config_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *LimitsConfig) GetGroupAttempts() uint32 {
@@ -2934,7 +3060,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xb7&\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\x81'\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -2961,7 +3087,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05sinks\x18) \x01(\v2\x1e.rollout.config.v1.SinksConfigR\x05sinks\x127\n" +
 	"\x06health\x182 \x01(\v2\x1f.rollout.config.v1.HealthConfigR\x06health\x12=\n" +
 	"\brecovery\x183 \x01(\v2!.rollout.config.v1.RecoveryConfigR\brecovery\x12a\n" +
-	"\x05gates\x184 \x03(\v2'.rollout.config.v1.RunConfig.GatesEntryB\"\xbaH\x1f\x9a\x01\x1c\"\x1ar\x182\x16^[a-z][a-z0-9_]{0,31}$R\x05gates\x1aW\n" +
+	"\x05gates\x184 \x03(\v2'.rollout.config.v1.RunConfig.GatesEntryB\"\xbaH\x1f\x9a\x01\x1c\"\x1ar\x182\x16^[a-z][a-z0-9_]{0,31}$R\x05gates\x12H\n" +
+	"\tmultistep\x18< \x01(\v2\".rollout.config.v1.MultistepConfigB\x06\xca\xda\x18\x02 \x01R\tmultistep\x1aW\n" +
 	"\n" +
 	"GatesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x123\n" +
@@ -2985,7 +3112,39 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
 	"\x05_modeB\x10\n" +
-	"\x0e_deterministic\"\xa8\x01\n" +
+	"\x0e_deterministic\"\xcd\x06\n" +
+	"\x0fMultistepConfig\x12G\n" +
+	"\venvironment\x18\x01 \x01(\tB \xbaH\n" +
+	"\xc8\x01\x01r\x05\x10\x01\x18\x80\b\xca\xda\x18\x0f\x12\r\"CartPole-v1\"H\x00R\venvironment\x88\x01\x01\x124\n" +
+	"\x04args\x18\x02 \x01(\tB\x1b\xca\xda\x18\x17\x12\x11{ gravity = 9.8 } \x018\x01H\x01R\x04args\x88\x01\x01\x12;\n" +
+	"\fenvironments\x18\x03 \x01(\rB\x12\xbaH\b*\x06\x18\x80\x80\x04(\x01\xca\xda\x18\x03\n" +
+	"\x018H\x02R\fenvironments\x88\x01\x01\x12,\n" +
+	"\x05chunk\x18\x04 \x01(\rB\x11\xbaH\a*\x05\x18\x80\b(\x01\xca\xda\x18\x03\n" +
+	"\x011H\x03R\x05chunk\x88\x01\x01\x127\n" +
+	"\tmax_steps\x18\x05 \x01(\rB\x15\xbaH\b*\x06\x18\xc0\x84=(\x01\xca\xda\x18\x06\n" +
+	"\x041000H\x04R\bmaxSteps\x88\x01\x01\x12Y\n" +
+	"\vreward_type\x18\x06 \x01(\tB3\xbaH\x1dr\x1bR\vchunk_levelR\faction_level\xca\xda\x18\x0f\n" +
+	"\r\"chunk_level\"H\x05R\n" +
+	"rewardType\x88\x01\x01\x12S\n" +
+	"\x0ebootstrap_type\x18\a \x01(\tB'\xbaH\x14r\x12R\bstandardR\x06always\xca\xda\x18\f\n" +
+	"\n" +
+	"\"standard\"H\x06R\rbootstrapType\x88\x01\x01\x12<\n" +
+	"\x11trust_remote_code\x18\b \x01(\bB\v\xca\xda\x18\a\n" +
+	"\x05falseH\aR\x0ftrustRemoteCode\x88\x01\x01:\xad\x01\xd2\xda\x18\xa8\x01J\x1b\n" +
+	"\x13algorithm.ppo.gamma\x12\x040.99J#\n" +
+	"\x1calgorithm.ppo.kl_coefficient\x12\x030.0J\x1f\n" +
+	"\x18algorithm.ppo.value_clip\x12\x030.0J&\n" +
+	"\x1falgorithm.ppo.value_coefficient\x12\x030.5J\x1b\n" +
+	"\x13train.learning_rate\x12\x043e-4B\x0e\n" +
+	"\f_environmentB\a\n" +
+	"\x05_argsB\x0f\n" +
+	"\r_environmentsB\b\n" +
+	"\x06_chunkB\f\n" +
+	"\n" +
+	"_max_stepsB\x0e\n" +
+	"\f_reward_typeB\x11\n" +
+	"\x0f_bootstrap_typeB\x14\n" +
+	"\x12_trust_remote_code\"\xa8\x01\n" +
 	"\n" +
 	"GateConfig\x12=\n" +
 	"\x04when\x18\x01 \x01(\tB$\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x16\x12\x14\"eval/reward >= 0.8\"H\x00R\x04when\x88\x01\x01\x12G\n" +
@@ -3569,81 +3728,83 @@ func file_rollout_config_v1_run_config_proto_rawDescGZIP() []byte {
 	return file_rollout_config_v1_run_config_proto_rawDescData
 }
 
-var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
+var file_rollout_config_v1_run_config_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_rollout_config_v1_run_config_proto_goTypes = []any{
 	(*RunConfig)(nil),          // 0: rollout.config.v1.RunConfig
-	(*GateConfig)(nil),         // 1: rollout.config.v1.GateConfig
-	(*RecoveryConfig)(nil),     // 2: rollout.config.v1.RecoveryConfig
-	(*ModelConfig)(nil),        // 3: rollout.config.v1.ModelConfig
-	(*DataConfig)(nil),         // 4: rollout.config.v1.DataConfig
-	(*DataSourceConfig)(nil),   // 5: rollout.config.v1.DataSourceConfig
-	(*SamplingConfig)(nil),     // 6: rollout.config.v1.SamplingConfig
-	(*RewardConfig)(nil),       // 7: rollout.config.v1.RewardConfig
-	(*RewardLimitsConfig)(nil), // 8: rollout.config.v1.RewardLimitsConfig
-	(*ScoringModelConfig)(nil), // 9: rollout.config.v1.ScoringModelConfig
-	(*RewardPartConfig)(nil),   // 10: rollout.config.v1.RewardPartConfig
-	(*TrainConfig)(nil),        // 11: rollout.config.v1.TrainConfig
-	(*LoraConfig)(nil),         // 12: rollout.config.v1.LoraConfig
-	(*WeightsConfig)(nil),      // 13: rollout.config.v1.WeightsConfig
-	(*EngineConfig)(nil),       // 14: rollout.config.v1.EngineConfig
-	(*EnvironmentConfig)(nil),  // 15: rollout.config.v1.EnvironmentConfig
-	(*StalenessConfig)(nil),    // 16: rollout.config.v1.StalenessConfig
-	(*EvalConfig)(nil),         // 17: rollout.config.v1.EvalConfig
-	(*EvalSuiteConfig)(nil),    // 18: rollout.config.v1.EvalSuiteConfig
-	(*SnapshotConfig)(nil),     // 19: rollout.config.v1.SnapshotConfig
-	(*CompletionsConfig)(nil),  // 20: rollout.config.v1.CompletionsConfig
-	(*SinksConfig)(nil),        // 21: rollout.config.v1.SinksConfig
-	(*TensorboardConfig)(nil),  // 22: rollout.config.v1.TensorboardConfig
-	(*WandbConfig)(nil),        // 23: rollout.config.v1.WandbConfig
-	(*MlflowConfig)(nil),       // 24: rollout.config.v1.MlflowConfig
-	(*HealthConfig)(nil),       // 25: rollout.config.v1.HealthConfig
-	(*LimitsConfig)(nil),       // 26: rollout.config.v1.LimitsConfig
-	nil,                        // 27: rollout.config.v1.RunConfig.GatesEntry
-	nil,                        // 28: rollout.config.v1.DataConfig.TrainMixEntry
-	nil,                        // 29: rollout.config.v1.RewardConfig.CompositeEntry
-	nil,                        // 30: rollout.config.v1.EvalConfig.SuitesEntry
-	(*AlgorithmConfig)(nil),    // 31: rollout.config.v1.AlgorithmConfig
+	(*MultistepConfig)(nil),    // 1: rollout.config.v1.MultistepConfig
+	(*GateConfig)(nil),         // 2: rollout.config.v1.GateConfig
+	(*RecoveryConfig)(nil),     // 3: rollout.config.v1.RecoveryConfig
+	(*ModelConfig)(nil),        // 4: rollout.config.v1.ModelConfig
+	(*DataConfig)(nil),         // 5: rollout.config.v1.DataConfig
+	(*DataSourceConfig)(nil),   // 6: rollout.config.v1.DataSourceConfig
+	(*SamplingConfig)(nil),     // 7: rollout.config.v1.SamplingConfig
+	(*RewardConfig)(nil),       // 8: rollout.config.v1.RewardConfig
+	(*RewardLimitsConfig)(nil), // 9: rollout.config.v1.RewardLimitsConfig
+	(*ScoringModelConfig)(nil), // 10: rollout.config.v1.ScoringModelConfig
+	(*RewardPartConfig)(nil),   // 11: rollout.config.v1.RewardPartConfig
+	(*TrainConfig)(nil),        // 12: rollout.config.v1.TrainConfig
+	(*LoraConfig)(nil),         // 13: rollout.config.v1.LoraConfig
+	(*WeightsConfig)(nil),      // 14: rollout.config.v1.WeightsConfig
+	(*EngineConfig)(nil),       // 15: rollout.config.v1.EngineConfig
+	(*EnvironmentConfig)(nil),  // 16: rollout.config.v1.EnvironmentConfig
+	(*StalenessConfig)(nil),    // 17: rollout.config.v1.StalenessConfig
+	(*EvalConfig)(nil),         // 18: rollout.config.v1.EvalConfig
+	(*EvalSuiteConfig)(nil),    // 19: rollout.config.v1.EvalSuiteConfig
+	(*SnapshotConfig)(nil),     // 20: rollout.config.v1.SnapshotConfig
+	(*CompletionsConfig)(nil),  // 21: rollout.config.v1.CompletionsConfig
+	(*SinksConfig)(nil),        // 22: rollout.config.v1.SinksConfig
+	(*TensorboardConfig)(nil),  // 23: rollout.config.v1.TensorboardConfig
+	(*WandbConfig)(nil),        // 24: rollout.config.v1.WandbConfig
+	(*MlflowConfig)(nil),       // 25: rollout.config.v1.MlflowConfig
+	(*HealthConfig)(nil),       // 26: rollout.config.v1.HealthConfig
+	(*LimitsConfig)(nil),       // 27: rollout.config.v1.LimitsConfig
+	nil,                        // 28: rollout.config.v1.RunConfig.GatesEntry
+	nil,                        // 29: rollout.config.v1.DataConfig.TrainMixEntry
+	nil,                        // 30: rollout.config.v1.RewardConfig.CompositeEntry
+	nil,                        // 31: rollout.config.v1.EvalConfig.SuitesEntry
+	(*AlgorithmConfig)(nil),    // 32: rollout.config.v1.AlgorithmConfig
 }
 var file_rollout_config_v1_run_config_proto_depIdxs = []int32{
-	3,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
-	4,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
-	6,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
-	7,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	31, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
-	11, // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
-	14, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
-	15, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
-	16, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
-	17, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
-	19, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
-	26, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
-	12, // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
-	20, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
-	13, // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
-	21, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
-	25, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
-	2,  // 17: rollout.config.v1.RunConfig.recovery:type_name -> rollout.config.v1.RecoveryConfig
-	27, // 18: rollout.config.v1.RunConfig.gates:type_name -> rollout.config.v1.RunConfig.GatesEntry
-	28, // 19: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
-	9,  // 20: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	29, // 21: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
-	8,  // 22: rollout.config.v1.RewardConfig.limits:type_name -> rollout.config.v1.RewardLimitsConfig
-	9,  // 23: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
-	30, // 24: rollout.config.v1.EvalConfig.suites:type_name -> rollout.config.v1.EvalConfig.SuitesEntry
-	7,  // 25: rollout.config.v1.EvalSuiteConfig.reward:type_name -> rollout.config.v1.RewardConfig
-	15, // 26: rollout.config.v1.EvalSuiteConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
-	22, // 27: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
-	23, // 28: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
-	24, // 29: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
-	1,  // 30: rollout.config.v1.RunConfig.GatesEntry.value:type_name -> rollout.config.v1.GateConfig
-	5,  // 31: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
-	10, // 32: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
-	18, // 33: rollout.config.v1.EvalConfig.SuitesEntry.value:type_name -> rollout.config.v1.EvalSuiteConfig
-	34, // [34:34] is the sub-list for method output_type
-	34, // [34:34] is the sub-list for method input_type
-	34, // [34:34] is the sub-list for extension type_name
-	34, // [34:34] is the sub-list for extension extendee
-	0,  // [0:34] is the sub-list for field type_name
+	4,  // 0: rollout.config.v1.RunConfig.model:type_name -> rollout.config.v1.ModelConfig
+	5,  // 1: rollout.config.v1.RunConfig.data:type_name -> rollout.config.v1.DataConfig
+	7,  // 2: rollout.config.v1.RunConfig.sampling:type_name -> rollout.config.v1.SamplingConfig
+	8,  // 3: rollout.config.v1.RunConfig.reward:type_name -> rollout.config.v1.RewardConfig
+	32, // 4: rollout.config.v1.RunConfig.algorithm:type_name -> rollout.config.v1.AlgorithmConfig
+	12, // 5: rollout.config.v1.RunConfig.train:type_name -> rollout.config.v1.TrainConfig
+	15, // 6: rollout.config.v1.RunConfig.engine:type_name -> rollout.config.v1.EngineConfig
+	16, // 7: rollout.config.v1.RunConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
+	17, // 8: rollout.config.v1.RunConfig.staleness:type_name -> rollout.config.v1.StalenessConfig
+	18, // 9: rollout.config.v1.RunConfig.eval:type_name -> rollout.config.v1.EvalConfig
+	20, // 10: rollout.config.v1.RunConfig.snapshot:type_name -> rollout.config.v1.SnapshotConfig
+	27, // 11: rollout.config.v1.RunConfig.limits:type_name -> rollout.config.v1.LimitsConfig
+	13, // 12: rollout.config.v1.RunConfig.lora:type_name -> rollout.config.v1.LoraConfig
+	21, // 13: rollout.config.v1.RunConfig.completions:type_name -> rollout.config.v1.CompletionsConfig
+	14, // 14: rollout.config.v1.RunConfig.weights:type_name -> rollout.config.v1.WeightsConfig
+	22, // 15: rollout.config.v1.RunConfig.sinks:type_name -> rollout.config.v1.SinksConfig
+	26, // 16: rollout.config.v1.RunConfig.health:type_name -> rollout.config.v1.HealthConfig
+	3,  // 17: rollout.config.v1.RunConfig.recovery:type_name -> rollout.config.v1.RecoveryConfig
+	28, // 18: rollout.config.v1.RunConfig.gates:type_name -> rollout.config.v1.RunConfig.GatesEntry
+	1,  // 19: rollout.config.v1.RunConfig.multistep:type_name -> rollout.config.v1.MultistepConfig
+	29, // 20: rollout.config.v1.DataConfig.train_mix:type_name -> rollout.config.v1.DataConfig.TrainMixEntry
+	10, // 21: rollout.config.v1.RewardConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	30, // 22: rollout.config.v1.RewardConfig.composite:type_name -> rollout.config.v1.RewardConfig.CompositeEntry
+	9,  // 23: rollout.config.v1.RewardConfig.limits:type_name -> rollout.config.v1.RewardLimitsConfig
+	10, // 24: rollout.config.v1.RewardPartConfig.model:type_name -> rollout.config.v1.ScoringModelConfig
+	31, // 25: rollout.config.v1.EvalConfig.suites:type_name -> rollout.config.v1.EvalConfig.SuitesEntry
+	8,  // 26: rollout.config.v1.EvalSuiteConfig.reward:type_name -> rollout.config.v1.RewardConfig
+	16, // 27: rollout.config.v1.EvalSuiteConfig.environment:type_name -> rollout.config.v1.EnvironmentConfig
+	23, // 28: rollout.config.v1.SinksConfig.tensorboard:type_name -> rollout.config.v1.TensorboardConfig
+	24, // 29: rollout.config.v1.SinksConfig.wandb:type_name -> rollout.config.v1.WandbConfig
+	25, // 30: rollout.config.v1.SinksConfig.mlflow:type_name -> rollout.config.v1.MlflowConfig
+	2,  // 31: rollout.config.v1.RunConfig.GatesEntry.value:type_name -> rollout.config.v1.GateConfig
+	6,  // 32: rollout.config.v1.DataConfig.TrainMixEntry.value:type_name -> rollout.config.v1.DataSourceConfig
+	11, // 33: rollout.config.v1.RewardConfig.CompositeEntry.value:type_name -> rollout.config.v1.RewardPartConfig
+	19, // 34: rollout.config.v1.EvalConfig.SuitesEntry.value:type_name -> rollout.config.v1.EvalSuiteConfig
+	35, // [35:35] is the sub-list for method output_type
+	35, // [35:35] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_rollout_config_v1_run_config_proto_init() }
@@ -3680,13 +3841,14 @@ func file_rollout_config_v1_run_config_proto_init() {
 	file_rollout_config_v1_run_config_proto_msgTypes[24].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[25].OneofWrappers = []any{}
 	file_rollout_config_v1_run_config_proto_msgTypes[26].OneofWrappers = []any{}
+	file_rollout_config_v1_run_config_proto_msgTypes[27].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_config_v1_run_config_proto_rawDesc), len(file_rollout_config_v1_run_config_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   31,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

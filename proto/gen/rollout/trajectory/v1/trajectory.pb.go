@@ -11,7 +11,8 @@ package trajectoryv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
-	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
+	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/tensor/v1"
+	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/weights/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	reflect "reflect"
@@ -529,7 +530,13 @@ type Trajectory struct {
 	// The prompt and the turns, in order and without gaps. Empty if episodes have one turn.
 	Turns []*Turn `protobuf:"bytes,16,rep,name=turns,proto3" json:"turns,omitempty"`
 	// Episode that opened this one as a child session; absent if none did.
-	Parent        *EpisodeLink `protobuf:"bytes,17,opt,name=parent,proto3" json:"parent,omitempty"`
+	Parent *EpisodeLink `protobuf:"bytes,17,opt,name=parent,proto3" json:"parent,omitempty"`
+	// Arrays of an episode of a policy that acts for many steps, by name (docs/multistep.md); it has
+	// no tokens. T chunks of C actions: `logprobs` float32[T, C], `values` float32[T, V], `rewards`
+	// float32[T, C] with the bootstrapped value, `dones` bool[T, C], `played` bool[T, C], and as
+	// `inputs.NAME` what the policy's `forward` takes, each [T, ...], among them the observations and
+	// the actions. Version spans then count chunks.
+	Tensors       map[string]*v1.Tensor `protobuf:"bytes,18,rep,name=tensors,proto3" json:"tensors,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -683,6 +690,13 @@ func (x *Trajectory) GetParent() *EpisodeLink {
 	return nil
 }
 
+func (x *Trajectory) GetTensors() map[string]*v1.Tensor {
+	if x != nil {
+		return x.Tensors
+	}
+	return nil
+}
+
 // TrajectoryHeader is what the ledger needs of a trajectory; the buffer never parses the payload.
 type TrajectoryHeader struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -702,7 +716,7 @@ type TrajectoryHeader struct {
 	MaxVersion uint64 `protobuf:"varint,7,opt,name=max_version,json=maxVersion,proto3" json:"max_version,omitempty"`
 	// What the engine said of its weights when the sample ended. Absent where the tokens come from
 	// data.
-	Receipt *v1.WeightsReceipt `protobuf:"bytes,8,opt,name=receipt,proto3" json:"receipt,omitempty"`
+	Receipt *v11.WeightsReceipt `protobuf:"bytes,8,opt,name=receipt,proto3" json:"receipt,omitempty"`
 	// Tokens of prompt and completion.
 	Tokens uint32 `protobuf:"varint,9,opt,name=tokens,proto3" json:"tokens,omitempty"`
 	// Tokens of the completion.
@@ -806,7 +820,7 @@ func (x *TrajectoryHeader) GetMaxVersion() uint64 {
 	return 0
 }
 
-func (x *TrajectoryHeader) GetReceipt() *v1.WeightsReceipt {
+func (x *TrajectoryHeader) GetReceipt() *v11.WeightsReceipt {
 	if x != nil {
 		return x.Receipt
 	}
@@ -1129,7 +1143,7 @@ var File_rollout_trajectory_v1_trajectory_proto protoreflect.FileDescriptor
 
 const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\n" +
-	"&rollout/trajectory/v1/trajectory.proto\x12\x15rollout.trajectory.v1\x1a\x1bbuf/validate/validate.proto\x1a rollout/weights/v1/weights.proto\"\xa1\x01\n" +
+	"&rollout/trajectory/v1/trajectory.proto\x12\x15rollout.trajectory.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1erollout/tensor/v1/tensor.proto\x1a rollout/weights/v1/weights.proto\"\xa1\x01\n" +
 	"\rTrajectoryKey\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x14\n" +
 	"\x05epoch\x18\x02 \x01(\rR\x05epoch\x12\x14\n" +
@@ -1162,7 +1176,7 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\atool_ms\x18\x04 \x03(\rB\t\xbaH\x06\x92\x01\x03\x10\x80\x02R\x06toolMs\"u\n" +
 	"\fEpisodeTimes\x12\"\n" +
 	"\rbegan_unix_ms\x18\x01 \x01(\x04R\vbeganUnixMs\x12A\n" +
-	"\x05turns\x18\x02 \x03(\v2 .rollout.trajectory.v1.TurnTimesB\t\xbaH\x06\x92\x01\x03\x10\x80\bR\x05turns\"\x9a\x06\n" +
+	"\x05turns\x18\x02 \x03(\v2 .rollout.trajectory.v1.TurnTimesB\t\xbaH\x06\x92\x01\x03\x10\x80\bR\x05turns\"\xbb\a\n" +
 	"\n" +
 	"Trajectory\x12>\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01R\x03key\x12\x1b\n" +
@@ -1184,10 +1198,14 @@ const file_rollout_trajectory_v1_trajectory_proto_rawDesc = "" +
 	"\rtoken_rewards\x18\x0e \x01(\fR\ftokenRewards\x12)\n" +
 	"\x10teacher_logprobs\x18\x0f \x01(\fR\x0fteacherLogprobs\x121\n" +
 	"\x05turns\x18\x10 \x03(\v2\x1b.rollout.trajectory.v1.TurnR\x05turns\x12:\n" +
-	"\x06parent\x18\x11 \x01(\v2\".rollout.trajectory.v1.EpisodeLinkR\x06parent\x1a:\n" +
+	"\x06parent\x18\x11 \x01(\v2\".rollout.trajectory.v1.EpisodeLinkR\x06parent\x12H\n" +
+	"\atensors\x18\x12 \x03(\v2..rollout.trajectory.v1.Trajectory.TensorsEntryR\atensors\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\xbe\x05\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\x1aU\n" +
+	"\fTensorsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12/\n" +
+	"\x05value\x18\x02 \x01(\v2\x19.rollout.tensor.v1.TensorR\x05value:\x028\x01\"\xbe\x05\n" +
 	"\x10TrajectoryHeader\x12>\n" +
 	"\x03key\x18\x01 \x01(\v2$.rollout.trajectory.v1.TrajectoryKeyB\x06\xbaH\x03\xc8\x01\x01R\x03key\x12&\n" +
 	"\n" +
@@ -1252,7 +1270,7 @@ func file_rollout_trajectory_v1_trajectory_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_trajectory_v1_trajectory_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_trajectory_v1_trajectory_proto_msgTypes = make([]protoimpl.MessageInfo, 13)
+var file_rollout_trajectory_v1_trajectory_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_rollout_trajectory_v1_trajectory_proto_goTypes = []any{
 	(Outcome)(0),               // 0: rollout.trajectory.v1.Outcome
 	(*TrajectoryKey)(nil),      // 1: rollout.trajectory.v1.TrajectoryKey
@@ -1268,7 +1286,9 @@ var file_rollout_trajectory_v1_trajectory_proto_goTypes = []any{
 	(*TrajectoryBatch)(nil),    // 11: rollout.trajectory.v1.TrajectoryBatch
 	nil,                        // 12: rollout.trajectory.v1.Turn.MetricsEntry
 	nil,                        // 13: rollout.trajectory.v1.Trajectory.MetricsEntry
-	(*v1.WeightsReceipt)(nil),  // 14: rollout.weights.v1.WeightsReceipt
+	nil,                        // 14: rollout.trajectory.v1.Trajectory.TensorsEntry
+	(*v11.WeightsReceipt)(nil), // 15: rollout.weights.v1.WeightsReceipt
+	(*v1.Tensor)(nil),          // 16: rollout.tensor.v1.Tensor
 }
 var file_rollout_trajectory_v1_trajectory_proto_depIdxs = []int32{
 	12, // 0: rollout.trajectory.v1.Turn.metrics:type_name -> rollout.trajectory.v1.Turn.MetricsEntry
@@ -1279,18 +1299,20 @@ var file_rollout_trajectory_v1_trajectory_proto_depIdxs = []int32{
 	0,  // 5: rollout.trajectory.v1.Trajectory.outcome:type_name -> rollout.trajectory.v1.Outcome
 	3,  // 6: rollout.trajectory.v1.Trajectory.turns:type_name -> rollout.trajectory.v1.Turn
 	9,  // 7: rollout.trajectory.v1.Trajectory.parent:type_name -> rollout.trajectory.v1.EpisodeLink
-	1,  // 8: rollout.trajectory.v1.TrajectoryHeader.key:type_name -> rollout.trajectory.v1.TrajectoryKey
-	0,  // 9: rollout.trajectory.v1.TrajectoryHeader.outcome:type_name -> rollout.trajectory.v1.Outcome
-	14, // 10: rollout.trajectory.v1.TrajectoryHeader.receipt:type_name -> rollout.weights.v1.WeightsReceipt
-	8,  // 11: rollout.trajectory.v1.TrajectoryHeader.path:type_name -> rollout.trajectory.v1.TrajectoryPath
-	5,  // 12: rollout.trajectory.v1.TrajectoryHeader.times:type_name -> rollout.trajectory.v1.EpisodeTimes
-	7,  // 13: rollout.trajectory.v1.TrajectoryEnvelope.header:type_name -> rollout.trajectory.v1.TrajectoryHeader
-	10, // 14: rollout.trajectory.v1.TrajectoryBatch.trajectories:type_name -> rollout.trajectory.v1.TrajectoryEnvelope
-	15, // [15:15] is the sub-list for method output_type
-	15, // [15:15] is the sub-list for method input_type
-	15, // [15:15] is the sub-list for extension type_name
-	15, // [15:15] is the sub-list for extension extendee
-	0,  // [0:15] is the sub-list for field type_name
+	14, // 8: rollout.trajectory.v1.Trajectory.tensors:type_name -> rollout.trajectory.v1.Trajectory.TensorsEntry
+	1,  // 9: rollout.trajectory.v1.TrajectoryHeader.key:type_name -> rollout.trajectory.v1.TrajectoryKey
+	0,  // 10: rollout.trajectory.v1.TrajectoryHeader.outcome:type_name -> rollout.trajectory.v1.Outcome
+	15, // 11: rollout.trajectory.v1.TrajectoryHeader.receipt:type_name -> rollout.weights.v1.WeightsReceipt
+	8,  // 12: rollout.trajectory.v1.TrajectoryHeader.path:type_name -> rollout.trajectory.v1.TrajectoryPath
+	5,  // 13: rollout.trajectory.v1.TrajectoryHeader.times:type_name -> rollout.trajectory.v1.EpisodeTimes
+	7,  // 14: rollout.trajectory.v1.TrajectoryEnvelope.header:type_name -> rollout.trajectory.v1.TrajectoryHeader
+	10, // 15: rollout.trajectory.v1.TrajectoryBatch.trajectories:type_name -> rollout.trajectory.v1.TrajectoryEnvelope
+	16, // 16: rollout.trajectory.v1.Trajectory.TensorsEntry.value:type_name -> rollout.tensor.v1.Tensor
+	17, // [17:17] is the sub-list for method output_type
+	17, // [17:17] is the sub-list for method input_type
+	17, // [17:17] is the sub-list for extension type_name
+	17, // [17:17] is the sub-list for extension extendee
+	0,  // [0:17] is the sub-list for field type_name
 }
 
 func init() { file_rollout_trajectory_v1_trajectory_proto_init() }
@@ -1304,7 +1326,7 @@ func file_rollout_trajectory_v1_trajectory_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_trajectory_v1_trajectory_proto_rawDesc), len(file_rollout_trajectory_v1_trajectory_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   13,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

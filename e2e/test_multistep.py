@@ -1,0 +1,91 @@
+"""A policy that acts for many steps is trained through the services: nothing is lost or trained
+twice when processes are killed, and the digests are those of an undisturbed run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from mesh import Mesh, assert_consumed_once, mesh
+from sim import audited
+
+STEPS, GROUPS, SAMPLES = 8, 4, 2
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cartpole")
+    script = ROOT / "examples" / "multistep" / "prepare.py"
+    shape = ["--observations", "4", "--actions", "2", "--chunk", "2", "--hidden", "8", "--episodes", "16"]
+    subprocess.run([sys.executable, str(script), *shape, str(folder / "policy")], check=True)
+    (folder / "environments.py").write_text((ROOT / "examples" / "multistep" / "environments.py").read_text())
+    (folder / "job.toml").write_text(
+        f"""name = "cartpole"
+[model]
+path = "policy"
+[data]
+train = "policy/episodes.jsonl"
+[sampling]
+group_size = {SAMPLES}
+[multistep]
+environment = "environments.py:CartPole"
+environments = 4
+chunk = 2
+max_steps = 60
+[algorithm.ppo]
+epochs = 2
+[train]
+steps = {STEPS}
+groups_per_step = {GROUPS}
+learning_rate = 1e-2
+[snapshot]
+every_steps = 3
+"""
+    )
+    return folder / "job.toml"
+
+
+def check(running: Mesh, run: str) -> str:
+    digest = assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES)
+    assert audited(running, run)["whole"]
+    return digest
+
+
+def replay(running: Mesh, run: str) -> dict:
+    command = [str(ROOT / "bin" / "rollout"), "--format", "json", "replay", run, "--state-dir", str(running.state)]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    return json.loads(outcome.stdout)
+
+
+@pytest.fixture(scope="module")
+def reference(config: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    with mesh(tmp_path_factory.mktemp("reference")) as running:
+        run = running.submit(config)
+        done = running.finish(run)
+        assert done.weights_digest == check(running, run)
+        assert replay(running, run)["same"]
+        return done.weights_digest
+
+
+@pytest.mark.timeout(600)  # with the reference, on a busy machine
+def test_kills_of_each_process_change_no_digest(reference: str, config: Path, tmp_path: Path) -> None:
+    with mesh(tmp_path) as running:
+        run = running.submit(config)
+        for kind, step in (("inference", 1), ("learner", 4)):
+            workers = {worker.kind: worker for worker in running.until_step(run, step).workers}
+            os.kill(workers[kind].pid, signal.SIGKILL)
+        running.finish(run)
+        assert check(running, run) == reference
+
+
+def test_another_seed_gives_another_digest(reference: str, config: Path, tmp_path: Path) -> None:
+    with mesh(tmp_path) as running:
+        run = running.submit(config, "seed=5", "train.steps=2")
+        running.finish(run)
+        groups, records, _ = running.ledger(run)
+        assert len(records) == 2 and len(groups) == 2 * GROUPS and records[-1].weights_digest != reference

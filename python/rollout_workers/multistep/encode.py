@@ -1,0 +1,107 @@
+"""Encodes episodes of tensors as trajectory envelopes, and reads them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import crc32c
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.run.v1.run_pb2 import PromptGroup
+from rollout.tensor.v1 import tensor_pb2
+from rollout.trajectory.v1 import trajectory_pb2 as pb
+from rollout_workers.inference.receipt import EngineReceipts
+from rollout_workers.multistep.errors import BatchInvalid
+from rollout_workers.multistep.player import Played
+from rollout_workers.weights.naming import dtype_name
+
+_OUTCOMES = {
+    "completed": pb.OUTCOME_COMPLETED,
+    "truncated": pb.OUTCOME_TRUNCATED,
+    "infra_failed": pb.OUTCOME_INFRA_FAILED,
+}
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+}
+
+
+def encode_played(
+    group: PromptGroup, episodes: Sequence[Played], receipts: EngineReceipts, worker: str, min_size: int
+) -> list[pb.TrajectoryEnvelope]:
+    """One envelope per episode. worker, min_size: as for ``encode_group``."""
+    return [_envelope(group, episode, receipts, worker, min_size) for episode in episodes]
+
+
+def _envelope(group: PromptGroup, episode: Played, receipts: EngineReceipts, worker: str, min_size: int) -> pb.TrajectoryEnvelope:
+    result = episode.result
+    assert result is not None
+    outcome = _OUTCOMES[result.outcome]
+    key = pb.TrajectoryKey(
+        run_id=group.run_id, epoch=group.epoch, index=group.index, attempt=group.attempt, sample=episode.sample
+    )
+    trajectory = pb.Trajectory(key=key, reward=result.reward, metrics=result.metrics, outcome=outcome, reason=result.reason)
+    trajectory.prompt = group.row_json.decode(errors="replace")
+    if episode.tensors:
+        trajectory.completion = f"{episode.steps} steps, return {result.reward:g}"
+    for name, tensor in episode.tensors.items():
+        trajectory.tensors[name].CopyFrom(to_message(tensor))
+    for version, start, end in spans(episode.versions if episode.tensors else []):
+        trajectory.version_spans.add(version=version, start=start, end=end, digest=receipts.digest(version))
+    payload = trajectory.SerializeToString(deterministic=True)
+    versions = episode.versions or [receipts.current.version]
+    header = pb.TrajectoryHeader(
+        key=key,
+        group_size=group.group_size,
+        outcome=outcome,
+        reason=result.reason,
+        reward=result.reward,
+        min_version=min(versions),
+        max_version=max(versions),
+        receipt=receipts.of(versions[-1]),
+        tokens=episode.steps,
+        completion_tokens=episode.steps,
+        worker_id=worker,
+        row=group.row,
+        parts=1,
+        left_out=outcome == pb.OUTCOME_INFRA_FAILED and 0 < min_size < group.group_size,
+    )
+    return pb.TrajectoryEnvelope(header=header, payload=payload, crc32c=crc32c.crc32c(payload))
+
+
+def spans(versions: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """The runs of equal versions: version, first, one past the last.
+
+    >>> list(spans([3, 3, 4]))
+    [(3, 0, 2), (4, 2, 3)]
+    """
+    start = 0
+    for place in range(1, len(versions) + 1):
+        if place == len(versions) or versions[place] != versions[start]:
+            yield versions[start], start, place
+            start = place
+
+
+def to_message(tensor: Tensor) -> tensor_pb2.Tensor:
+    """A tensor on the CPU as a message."""
+    raw = tensor.detach().contiguous()
+    data = raw.view(torch.uint8) if raw.dim() else raw.reshape(1).view(torch.uint8)
+    return tensor_pb2.Tensor(dtype=dtype_name(raw.dtype), shape=raw.shape, data=data.numpy().tobytes())
+
+
+def from_message(message: tensor_pb2.Tensor) -> Tensor:
+    """The tensor of a message, a copy. Raises :class:`BatchInvalid` if its parts don't fit."""
+    dtype = _DTYPES.get(message.dtype)
+    wanted = int(np.prod(list(message.shape), dtype=np.int64)) * (dtype.itemsize if dtype else 0)
+    if dtype is None or wanted != len(message.data):
+        raise BatchInvalid(f"a tensor of {message.dtype} {list(message.shape)} has {len(message.data)} bytes, not {wanted}")
+    if not message.data:
+        return torch.empty(list(message.shape), dtype=dtype)
+    return torch.frombuffer(bytearray(message.data), dtype=dtype).reshape(list(message.shape))
+
+
+def tensors_of(trajectory: pb.Trajectory) -> Mapping[str, Tensor]:
+    """The tensors of a trajectory by name, in order of names. Raises :class:`BatchInvalid`."""
+    return {name: from_message(trajectory.tensors[name]) for name in sorted(trajectory.tensors)}

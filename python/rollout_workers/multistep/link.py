@@ -1,0 +1,102 @@
+"""What a rollout rank and its environment ranks say to each other, over the ``Channel`` port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout_workers.multistep.channel import Channel
+from rollout_workers.multistep.episodes import LOST, EpisodeRank
+from rollout_workers.multistep.ranks import Peer, channel_key
+
+log = logging.getLogger(__name__)
+
+MODE = "train"
+REPEAT_SECONDS = 1.0
+"""How long a rollout rank waits for an answer before it sends its command again."""
+
+
+class CommandLink:
+    """The rollout rank's side. It is the channel that :class:`MultiStepRolloutWorker` sends actions
+    to and receives batches from, and adds what the environment ranks need besides actions.
+
+    Set ``resets`` and ``ended``, by row of all peers, before each turn. After the batches of a turn
+    are received, ``played`` and ``failures`` have what happened in them.
+    """
+
+    def __init__(self, commands: Channel, answers: Channel, rank: int, peers: Sequence[Peer], *, repeat_seconds: float) -> None:
+        """repeat_seconds: how long to wait for an answer before the command is sent again."""
+        self.resets: dict[int, Mapping[str, Any]] = {}
+        self.ended: list[int] = []
+        self.played: list[Any] = []
+        self.failures: dict[int, tuple[str, str]] = {}
+        self._commands, self._answers, self._repeat = commands, answers, repeat_seconds
+        self._sender, self._turn = secrets.token_hex(8), 0
+        self._hosts: dict[str, str] = {}  # by key of the answers
+        self._sent: dict[str, tuple[str, dict[str, Any]]] = {}  # by key of the answers: key and command
+        self._first: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+        first = 0
+        for peer in peers:
+            key = channel_key(peer.rank, rank, MODE)
+            self._first[key], self._rows[key] = first, peer.rows
+            first += peer.rows
+        self._out = {channel_key(rank, peer.rank, MODE): channel_key(peer.rank, rank, MODE) for peer in peers}
+
+    def begin(self) -> None:
+        """Begin the next turn."""
+        self._turn += 1
+        self.played, self.failures = [], {}
+
+    def send_resets(self) -> None:
+        """Send a turn without actions."""
+        for key in self._out:
+            self.put(None, key)
+
+    def put(self, item: Any, key: str) -> None:
+        back = self._out[key]
+        first, rows = self._first[back], self._rows[back]
+        command = {
+            "sender": self._sender,
+            "turn": self._turn,
+            "resets": {row - first: how for row, how in self.resets.items() if first <= row < first + rows},
+            "ended": [row - first for row in self.ended if first <= row < first + rows],
+            "actions": item,
+        }
+        self._sent[back] = key, command
+        self._commands.put(command, key)
+
+    async def get(self, key: str) -> Any:
+        while True:
+            try:
+                async with asyncio.timeout(self._repeat):
+                    answer = await self._answers.get(key)
+            except TimeoutError:
+                out, command = self._sent[key]
+                self._commands.put(command, out)
+                continue
+            if answer["turn"] == self._turn and answer["sender"] == self._sender:
+                break
+        first, rows = self._first[key], self._rows[key]
+        self.failures |= {first + row: failure for row, failure in answer["failures"].items()}
+        host = self._hosts.setdefault(key, answer["host"])
+        if host != answer["host"]:  # another process, which knows only the episodes that began in this turn
+            self._hosts[key] = answer["host"]
+            log.warning("another process answers for %s; its open episodes begin again", key)
+            lost = {first + row: (LOST, "the environment worker was restarted") for row in range(rows)}
+            self.failures |= {row: why for row, why in lost.items() if row not in self.resets}
+        self.played.append(answer["played"])
+        return answer["batch"]
+
+
+async def host_episodes(rank: EpisodeRank, commands: Channel, answers: Channel, own: int, peer: int) -> None:
+    """Answer the commands of one rollout rank until cancelled. own: the environment rank. peer: the
+    rollout rank."""
+    while True:
+        command = await commands.get(channel_key(peer, own, MODE))
+        answer = await asyncio.to_thread(rank.answer, command)
+        if answer is not None:
+            answers.put({**answer, "sender": command["sender"]}, channel_key(own, peer, MODE))

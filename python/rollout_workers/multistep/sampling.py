@@ -1,0 +1,166 @@
+"""The parts of an inference worker whose policy acts for many steps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollout.algorithm import settings_of
+from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout.environment import Task
+from rollout.environments.acting import maker
+from rollout.run.v1.run_pb2 import PromptGroup, WorkerSpec
+from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
+from rollout_workers.devices import devices_of, repeat_bits
+from rollout_workers.inference.sampler import Sampler
+from rollout_workers.multistep.channel import MemoryChannel
+from rollout_workers.multistep.encode import encode_played
+from rollout_workers.multistep.engine import PolicyEngine
+from rollout_workers.multistep.episodes import EpisodeRank
+from rollout_workers.multistep.link import REPEAT_SECONDS, CommandLink, host_episodes
+from rollout_workers.multistep.player import ByRow, Played, Player
+from rollout_workers.multistep.policy import load_policy
+from rollout_workers.multistep.worker import MultiStepRolloutWorker
+from rollout_workers.worker.spec import is_deterministic, model_directory
+
+_SEEDS = (1 << 31) - 1  # environments may pass their seed to a generator of 32 bits
+
+
+@dataclass(slots=True)
+class Policy:
+    """The policy of a worker: what ``Model`` is for a language model."""
+
+    engine: PolicyEngine
+    policy: Any
+    merge: None = None
+
+
+def load(spec: WorkerSpec) -> Policy:
+    """Load the policy. Blocks. Raises ``SettingsInvalid`` and the errors of ``load_policy``."""
+    config = spec.plan.config
+    if is_deterministic(config):
+        repeat_bits()
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    folder = spec.initial_weights or model_directory(spec)
+    policy: Any = load_policy(folder, device=str(devices_of(spec)[0]), trust_remote_code=config.multistep.trust_remote_code)
+    policy.to(getattr(torch, config.model.dtype or "float32"))
+    slots = config.multistep.environments // max(1, config.engine.workers)
+    return Policy(PolicyEngine(policy, version=spec.initial_version, slots=slots), policy)
+
+
+def worker_config(config: RunConfig, rank: int) -> dict[str, Any]:
+    """The config of :class:`MultiStepRolloutWorker` for one inference worker of a run."""
+    multistep, workers = config.multistep, max(1, config.engine.workers)
+    return {
+        "rollout": {
+            "rank": rank,
+            "world_size": workers,
+            "receive_timeout_seconds": multistep.chunk * config.environment.turn_timeout_seconds,
+        },
+        "env": {
+            "world_size": workers,
+            "train": {"total_num_envs": multistep.environments, "auto_reset": True},
+        },
+        "actor": {"model": {"num_action_chunks": multistep.chunk}},
+        "algorithm": {
+            "gamma": settings_of(config.algorithm.ppo).get("gamma", 1.0),
+            "bootstrap_type": multistep.bootstrap_type,
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedGroup:
+    """A task whose episodes have ended."""
+
+    task: Task
+    episodes: tuple[Played, ...]
+
+
+class PlayRunner:
+    """Plays the episodes of tasks, as ``EpisodeRunner`` does with a language model."""
+
+    saves_episodes = False
+
+    def __init__(self, player: Player, sampled: Callable[[str], None]) -> None:
+        """sampled: called with the key of a task when one of its episodes has ended."""
+        self._player, self._sampled = player, sampled
+
+    async def run(self, tasks: Sequence[Task], kept: Sequence[Any] = ()) -> AsyncGenerator[list[PlayedGroup], None]:
+        """Yield groups when they finish. Closing the iterator stops the others."""
+        groups = {asyncio.create_task(self._group(task), name="play") for task in tasks}
+        try:
+            while groups:
+                done, groups = await asyncio.wait(groups, return_when=asyncio.FIRST_COMPLETED)
+                yield [task.result() for task in done]
+        finally:
+            for group in groups:
+                group.cancel()
+            await asyncio.gather(*groups, return_exceptions=True)
+
+    def doing(self) -> dict[str, tuple[str, float]]:
+        """``ENVIRONMENT_STEP`` for each open task, and since when its oldest episode is played."""
+        found: dict[str, tuple[str, float]] = {}
+        for episode in self._player.open():
+            if episode.key not in found or episode.since < found[episode.key][1]:
+                found[episode.key] = "ENVIRONMENT_STEP", episode.since
+        return found
+
+    async def _group(self, task: Task) -> PlayedGroup:
+        row = json.loads(task.row_json)
+
+        async def play(sample: int, seed: int) -> Played:
+            reset = {"seed": int(row["seed"]) if "seed" in row else seed % _SEEDS, "options": row.get("options")}
+            played = await self._player.play(Played(task.key, sample, seed, reset))
+            self._sampled(task.key)
+            return played
+
+        return PlayedGroup(task, tuple(await asyncio.gather(*map(play, task.samples, task.seeds))))
+
+
+class PlaySampler(Sampler):
+    """A ``Sampler`` of episodes of tensors."""
+
+    def encode(self, group: PromptGroup, finished: Any) -> list[TrajectoryEnvelope]:
+        return encode_played(group, finished.episodes, self._receipts, self._who.worker, self._min_group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Playing:
+    """A player with the tasks that keep it and its environments going."""
+
+    player: Player
+    tasks: tuple[asyncio.Task[None], ...]
+    close: Callable[[], None]
+
+
+def start_playing(spec: WorkerSpec, model: Policy) -> Playing:
+    """Make the environments of this worker, and start to play in them. Blocks while the first one
+    is made. Raises the errors of ``maker``."""
+    config = spec.plan.config
+    multistep = config.multistep
+    rank = int(spec.worker_id.rpartition("-")[2])
+    worker = MultiStepRolloutWorker(worker_config(config, rank))
+    by_row = ByRow(model.policy) if is_deterministic(config) else None
+    worker.init_worker(by_row or model.policy)
+    rows = model.engine.slots
+    hosted = EpisodeRank(
+        maker(multistep.environment, spec.base_dir, multistep.args),
+        rows=rows,
+        chunk=multistep.chunk,
+        most_steps=multistep.max_steps,
+    )
+    commands, answers = MemoryChannel(), MemoryChannel()
+    link = CommandLink(commands, answers, rank, worker.settings.peers["train"], repeat_seconds=REPEAT_SECONDS)
+    player = Player(worker, link, model.engine, by_row=by_row)
+    tasks = (
+        asyncio.create_task(host_episodes(hosted, commands, answers, rank, rank), name="environments"),
+        asyncio.create_task(player.run(), name="player"),
+    )
+    return Playing(player, tasks, hosted.close)

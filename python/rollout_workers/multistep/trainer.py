@@ -1,0 +1,273 @@
+"""The trainer of a policy that acts for many steps: PPO over chunks, or over actions."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout_workers.algorithms import build_algorithm
+from rollout_workers.algorithms.advantage import whiten
+from rollout_workers.algorithms.ppo import PpoConfig, gae
+from rollout_workers.devices import repeat_bits
+from rollout_workers.multistep.policy import load_policy
+from rollout_workers.trainer.distributed.ranks import ALONE
+from rollout_workers.trainer.metrics import PhaseTimer, UpdateMeans, describe_batch
+from rollout_workers.trainer.model.freezing import freeze
+from rollout_workers.trainer.model.policy import Policy
+from rollout_workers.trainer.objective import Models
+from rollout_workers.trainer.optim.optimizer import FlatAdamW, OptimizerSet
+from rollout_workers.trainer.trainer import Trainer, TrainerConfig, check_gradient
+from rollout_workers.trainer.types import BadBatch, StepOutOfTurn, StepResult, TrainSample, check_rewards
+
+NAMES = ("dones", "logprobs", "played", "rewards", "values")
+"""Tensors of an episode besides its inputs."""
+_INPUTS = "inputs."
+
+
+class ActingPolicy(Policy):
+    """A policy whose ``forward`` returns logprobs, entropies, and values of chunks."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.adapter, self._files = model.eval(), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """N chunks of C actions, of all episodes one after the other.
+
+    inputs: of ``forward``, each [N, ...]. played: bool [N, C]. logprobs: float32 [N] or [N, C], at
+    the time of sampling. values: float32 [N] or [N, C]. advantages, returns: as ``logprobs``.
+    counted: bool as ``logprobs``, what the loss counts. episode: int64 [N].
+    """
+
+    inputs: Mapping[str, Tensor]
+    played: Tensor
+    logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    counted: Tensor
+    episode: Tensor
+
+
+def chunks_of(samples: Sequence[TrainSample], config: PpoConfig, reward_type: str) -> Chunks:
+    """The chunks of a batch with their advantages. Raises :class:`BadBatch`.
+
+    ``chunk_level``: the reward of a chunk is the sum of its rewards, its logprob the sum of those
+    of the actions that were played, and ``gamma`` discounts from chunk to chunk. ``action_level``:
+    each action that was played has its own. A reward of an action that was not played, which is the
+    bootstrapped value, counts for the last one that was.
+    """
+    check_rewards(samples)
+    for sample in samples:
+        _check(sample)
+    joined = {name: torch.cat([sample.tensors[name] for sample in samples]) for name in sorted(samples[0].tensors)}
+    played, rewards, values = joined["played"], joined["rewards"].double(), joined["values"].float()
+    lengths = torch.tensor([len(sample.tensors["played"]) for sample in samples])
+    episode = torch.repeat_interleave(torch.arange(len(samples)), lengths)
+    if reward_type == "action_level":
+        if values.shape != played.shape:
+            raise BadBatch(
+                f"the policy has {values.shape[1]} values of a chunk of {played.shape[1]} actions; "
+                '`multistep.reward_type = "action_level"` needs one of each'
+            )
+        last = played.sum(-1) - 1
+        unplayed = (rewards * ~played).sum(-1)
+        rewards = (rewards * played).index_put((torch.arange(len(last)), last), unplayed, accumulate=True)
+        counted, logprobs = played, joined["logprobs"].float()
+        steps = episode[:, None].expand_as(played)[played]
+        found = gae(rewards[played], values.double()[played], steps, gamma=config.gamma, gae_lambda=config.gae_lambda)
+        advantages = torch.zeros(played.shape, dtype=torch.float64)
+        advantages[played] = found
+    else:
+        values = values[:, 0]
+        counted, logprobs = played.any(-1), (joined["logprobs"].float() * played).sum(-1)
+        advantages = gae(rewards.sum(-1), values.double(), episode, gamma=config.gamma, gae_lambda=config.gae_lambda)
+    returns = advantages + values.double()
+    if config.whiten_advantages:
+        advantages = advantages.clone()
+        advantages[counted] = whiten(advantages[counted])
+    inputs = {name.removeprefix(_INPUTS): tensor for name, tensor in joined.items() if name.startswith(_INPUTS)}
+    return Chunks(inputs, played, logprobs, values, advantages.float(), returns.float(), counted, episode)
+
+
+def _check(sample: TrainSample) -> None:
+    missing = [name for name in NAMES if name not in sample.tensors]
+    if missing:
+        raise BadBatch(f"sample {sample.sample} of group {sample.group_key} has no tensor `{missing[0]}`")
+    played = sample.tensors["played"]
+    sizes = {len(tensor) for tensor in sample.tensors.values()}
+    same = all(sample.tensors[name].shape == played.shape for name in ("dones", "logprobs", "rewards"))
+    if sizes != {len(played)} or not same or not len(played) or not bool(played[:, 0].all()):
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(sample.tensors.items()))
+        raise BadBatch(f"the tensors of sample {sample.sample} of group {sample.group_key} don't fit each other: {shapes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of some chunks: a sum over what counts, and its parts for metrics."""
+
+    total: Tensor
+    sums: Mapping[str, float]
+
+
+def loss_of(model: Any, chunks: Chunks, rows: Tensor, config: PpoConfig, device: Any) -> Loss:
+    """PPO's clipped loss (Schulman et al., arXiv 1707.06347) with value loss and entropy bonus, the
+    sum over the chunks ``rows`` (int64 [R]), or over their actions."""
+    inputs = {name: tensor[rows].to(device) for name, tensor in chunks.inputs.items()}
+    logprobs, entropies, values = model(**inputs)
+    played = chunks.played[rows].to(device)
+    logprobs, entropies, values = logprobs.float(), entropies.float(), values.float()
+    if chunks.logprobs.dim() == 1:
+        logprobs, entropies, values = (logprobs * played).sum(-1), (entropies * played).sum(-1), values[:, 0]
+    counted = chunks.counted[rows].to(device)
+    old, advantage, target, before = (
+        tensor[rows].to(device)[counted] for tensor in (chunks.logprobs, chunks.advantages, chunks.returns, chunks.values)
+    )
+    logprobs, entropies, values = logprobs[counted], entropies[counted], values[counted]
+    difference = logprobs - old
+    ratio = difference.exp()
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    surrogate = -torch.minimum(ratio * advantage, clipped * advantage)
+    if config.dual_clip:
+        surrogate = torch.where(advantage < 0, torch.minimum(surrogate, -config.dual_clip * advantage), surrogate)
+    error = (values - target).square()
+    if config.value_clip > 0:
+        bounded = before + (values - before).clamp(-config.value_clip, config.value_clip)
+        error = torch.maximum(error, (bounded - target).square())
+    total = surrogate.sum() + config.value_coefficient * error.sum() / 2 - config.entropy_coefficient * entropies.sum()
+    with torch.no_grad():
+        outside = ((ratio > 1 + config.clip_high) & (advantage > 0)) | ((ratio < 1 - config.clip_low) & (advantage < 0))
+        sums = {
+            "entropy": float(entropies.sum()),
+            "clip_fraction": float(outside.float().sum()),
+            "value/loss": float(error.sum()) / 2,
+            "value/mean": float(values.sum()),
+            "value/error": float((values - target).abs().sum()),
+            "kl/update": float((ratio - 1 - difference).sum()),
+        }
+    return Loss(total, sums)
+
+
+class PolicyTrainer(Trainer):
+    """A :class:`Trainer` of a policy that acts for many steps, on one rank."""
+
+    def __init__(self, model_dir: str | os.PathLike[str], config: TrainerConfig) -> None:
+        """Load the policy, at step 0. Raises the errors of ``load_policy``."""
+        assert config.acting is not None and isinstance(config.settings, PpoConfig)
+        self.ranks, self.model_dir, self.config, self.step = ALONE, Path(model_dir), config, 0
+        self._ppo, self._reward_type = config.settings, config.acting.reward_type
+        self.algorithm = build_algorithm(config.algorithm, config.settings)
+        self._use_threads()
+        if config.deterministic:
+            repeat_bits()
+        torch.manual_seed(config.seed)
+        device = ALONE.loading_device
+        model: Any = load_policy(str(model_dir), device=str(device), trust_remote_code=config.acting.trust_remote_code)
+        model.to(config.dtype)
+        freeze(model, config.freeze)
+        self.policy = ActingPolicy(model)
+        self.models = Models(self.policy, self.algorithm, temperature=1.0, tokens=config.tokens_per_microbatch, seed=config.seed)
+        self.optimizer, self.critic_optimizer = FlatAdamW(model, config.optimizer), None
+        self.optimizers = OptimizerSet(self.optimizer, None)
+        self.config_folder = self.model_dir
+        self._restore_point, self._saving = None, None
+        self.mark()
+
+    def evaluate(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """Raise ``BadBatch``: episodes of tensors are not held out."""
+        raise BadBatch("a policy that acts for many steps has no held-out rows")
+
+    def _make_step(self, samples: Sequence[TrainSample], step: int, on_progress: Callable[[int, int], None] | None) -> StepResult:
+        if step != self.step + 1:
+            raise StepOutOfTurn(f"step {step} was requested, but the learner is at step {self.step}")
+        if not samples:
+            raise BadBatch("the batch has no samples")
+        started = time.perf_counter()
+        self._use_threads()
+        ordered = sorted(samples, key=lambda sample: (sample.group_key, sample.sample))
+        chunks = chunks_of(ordered, self._ppo, self._reward_type)
+        metrics = describe_batch(ordered, step=step, sampled=True) | _lengths(ordered)
+        metrics["time/pack"] = time.perf_counter() - started
+        before = self.optimizers.snapshot()
+        rate = self.config.schedule.rate(step)
+        timer, updates = PhaseTimer(), UpdateMeans()
+        sums: dict[str, float] = {}
+        count = 0
+        try:
+            for rows in self._minibatches(len(chunks.episode), step):
+                weight = int(chunks.counted[rows].sum())
+                loss, parts = 0.0, list(rows.split(max(1, self.config.tokens_per_microbatch // chunks.played.shape[1])))
+                for number, part in enumerate(parts):
+                    loss += self._accumulate_part(chunks, part, weight, sums, timer)
+                    if on_progress is not None:
+                        on_progress(number + 1, len(parts))
+                norms = self.optimizers.norms()
+                check_gradient(loss, norms, rate, self.config.refuse_grad_norm)
+                with timer.measure("optimizer"):
+                    self.optimizers.step((rate, rate), norms)
+                updates.add(loss, norms, len(rows))
+                count += weight
+        except BaseException:
+            self.optimizers.clear()
+            self.optimizers.restore(before)
+            raise
+        self.step = step
+        seconds = time.perf_counter() - started
+        metrics |= {name: total / count for name, total in sums.items()} | timer.seconds() | updates.metrics()
+        metrics |= {
+            "learning_rate": rate,
+            "tokens/trained": float(chunks.played.sum()),
+            "tokens_per_second": metrics["tokens"] / seconds,
+            "samples_per_second": metrics["samples"] / seconds,
+            "time/step": seconds,
+        }
+        return StepResult(step=step, metrics=metrics, advantages=_means(ordered, chunks))
+
+    def _accumulate_part(self, chunks: Chunks, rows: Tensor, weight: int, sums: dict[str, float], timer: PhaseTimer) -> float:
+        model = self.policy.model
+        with timer.measure("forward"):
+            part = loss_of(model, chunks, rows, self._ppo, model.device)
+            loss = part.total / weight
+        for name, value in part.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        with timer.measure("backward"):
+            self.optimizers.add(torch.autograd.grad(loss, self.optimizers.parameters, allow_unused=True))
+        return float(loss.detach())
+
+    def _minibatches(self, chunks: int, step: int) -> Iterator[Tensor]:
+        """The rows of each update. Their order depends on the seed of the run and the step."""
+        mixed = hashlib.blake2b(f"multistep {self.config.seed} {step}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little") >> 1)
+        for _ in range(self._ppo.epochs):
+            yield from torch.randperm(chunks, generator=generator).chunk(self._ppo.minibatches)
+
+
+def _lengths(samples: Sequence[TrainSample]) -> dict[str, float]:
+    """Steps instead of tokens."""
+    lengths = [int(sample.tensors["played"].sum()) for sample in samples]
+    return {
+        "tokens": float(sum(lengths)),
+        "length/mean": sum(lengths) / len(lengths),
+        "length/min": float(min(lengths)),
+        "length/max": float(max(lengths)),
+    }
+
+
+def _means(samples: Sequence[TrainSample], chunks: Chunks) -> dict[tuple[str, int], float]:
+    """The mean advantage of each sample."""
+    found: dict[tuple[str, int], float] = {}
+    for number, sample in enumerate(samples):
+        own = chunks.episode == number
+        mean = float(chunks.advantages[own][chunks.counted[own]].double().mean())
+        found[sample.group_key, sample.sample] = mean if math.isfinite(mean) else 0.0
+    return found

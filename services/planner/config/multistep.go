@@ -1,0 +1,87 @@
+package config
+
+import (
+	"github.com/rollout-rl/rollout/libs/algorithm"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+)
+
+// multistepRules are the rules of runs whose policy acts for many steps: no tokens are sampled, and
+// the environment rewards every step.
+var multistepRules = []traitRule{
+	whereMultistep(
+		"run_config.multistep_algorithm", "`[multistep]` needs `[algorithm.ppo]`, which estimates advantages of steps",
+		[]string{"multistep"},
+		func(c *configv1.RunConfig) bool { return algorithm.Name(c) != "ppo" },
+	),
+	whereMultistep(
+		"run_config.multistep_reward", "`[reward]` must be absent with `[multistep]`: the environment rewards every step",
+		[]string{"reward", "multistep"},
+		func(c *configv1.RunConfig) bool { return c.GetReward() != nil },
+	),
+	whereMultistep(
+		"run_config.multistep_kind", "`environment.kind` must be absent with `[multistep]`: the environment is `multistep.environment`",
+		[]string{"environment.kind", "multistep"},
+		func(c *configv1.RunConfig) bool { return c.GetEnvironment().GetKind() != "single_turn" },
+	),
+	whereMultistep(
+		"run_config.multistep_engine", "`engine.kind` must be \"transformers\" with `[multistep]`: other engines decode tokens only",
+		[]string{"engine.kind", "multistep"},
+		func(c *configv1.RunConfig) bool { return c.GetEngine().GetKind() != "transformers" },
+	),
+	whereMultistep(
+		"run_config.multistep_lora", "`[lora]` must be absent with `[multistep]`: all weights of the policy are trained",
+		[]string{"lora", "multistep"},
+		func(c *configv1.RunConfig) bool { return c.GetLora() != nil },
+	),
+	whereMultistep(
+		"run_config.multistep_ranks", "`train.ranks` must be 1 with `[multistep]`",
+		[]string{"train.ranks", "multistep"},
+		func(c *configv1.RunConfig) bool { return c.GetTrain().GetRanks() > 1 },
+	),
+	whereMultistep(
+		"run_config.multistep_eval", "`eval.every_steps` must be 0 with `[multistep]`: `reward/mean` is the mean return of the episodes of a step",
+		[]string{"eval.every_steps", "multistep"},
+		func(c *configv1.RunConfig) bool { return c.GetEval().GetEverySteps() > 0 },
+	),
+	whereMultistep(
+		"run_config.multistep_kl", "`algorithm.ppo.kl_coefficient` must be 0 with `[multistep]`: no initial policy is loaded",
+		[]string{"algorithm.ppo.kl_coefficient", "multistep"},
+		func(c *configv1.RunConfig) bool {
+			return c.GetAlgorithm().GetPpo().GetLoss().GetKlCoefficient() > 0
+		},
+	),
+	whereMultistep(
+		"run_config.multistep_critic", "`algorithm.ppo.critic` must be \"head\" with `[multistep]`: the policy has the values",
+		[]string{"algorithm.ppo.critic", "multistep"},
+		func(c *configv1.RunConfig) bool { return c.GetAlgorithm().GetPpo().GetCritic() == "network" },
+	),
+	whereMultistep(
+		"run_config.multistep_verify", "`weights.verify` must be \"full\" or \"none\" with `[multistep]`",
+		[]string{"weights.verify", "multistep"},
+		func(c *configv1.RunConfig) bool { return c.GetWeights().GetVerify() == "sampled" },
+	),
+	whereMultistep(
+		"run_config.multistep_update", "`weights.update` must be \"in_flight\" with `[multistep]`: episodes continue with new weights",
+		[]string{"weights.update", "multistep"},
+		func(c *configv1.RunConfig) bool { return c.GetWeights().GetUpdate() != "in_flight" },
+	),
+	whereMultistep(
+		"run_config.multistep_chat", "`model.chat_template` must be false with `[multistep]`: the policy reads observations",
+		[]string{"model.chat_template", "multistep"},
+		func(c *configv1.RunConfig) bool { return c.GetModel().GetChatTemplate() },
+	),
+	whereMultistep(
+		"run_config.multistep_environments", "`multistep.environments` must be a multiple of `engine.workers`",
+		[]string{"multistep.environments", "engine.workers"},
+		func(c *configv1.RunConfig) bool {
+			return c.GetMultistep().GetEnvironments()%max(1, c.GetEngine().GetWorkers()) != 0
+		},
+	),
+}
+
+// whereMultistep is a rule of runs with `[multistep]`.
+func whereMultistep(id, message string, keys []string, broken func(c *configv1.RunConfig) bool) traitRule {
+	return traitRule{id, message, keys, func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
+		return c.GetMultistep() != nil && broken(c)
+	}}
+}

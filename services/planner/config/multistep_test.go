@@ -1,0 +1,47 @@
+package config
+
+import (
+	"strings"
+	"testing"
+)
+
+// What a policy that acts for many steps can't have is one problem each, with a fix.
+func TestMultistepRules(t *testing.T) {
+	t.Parallel()
+	text := "name = \"x\"\n[model]\npath = \"m\"\n[data]\ntrain = \"d\"\n[train]\nsteps = 1\n[multistep]\nenvironment = \"CartPole-v1\"\n[algorithm.ppo]\n"
+	if r := read(t, text); !r.Problems.Empty() || r.Config.GetTrain().GetLearningRate() != 3e-4 || r.Config.GetMultistep().GetEnvironments() != 8 {
+		t.Fatal(problems(r))
+	}
+	if r := read(t, text, "algorithm.ppo.minibatches=64"); !r.Problems.Empty() { // of chunks, not of samples
+		t.Error(problems(r))
+	}
+	for set, want := range map[string]string{
+		`reward={plugin="r.py:f"}`:                    "reward `[reward]` must be absent with `[multistep]`",
+		`environment.kind="gymnasium"`:                "environment.kind `environment.kind` must be absent with `[multistep]`",
+		`engine.kind="vllm"`:                          "engine.kind `engine.kind` must be \"transformers\" with `[multistep]`",
+		`lora={rank=4}`:                               "lora `[lora]` must be absent with `[multistep]`",
+		`train.ranks=2`:                               "train.ranks `train.ranks` must be 1 with `[multistep]`",
+		`algorithm.ppo.kl_coefficient=0.1`:            "algorithm.ppo.kl_coefficient `algorithm.ppo.kl_coefficient` must be 0 with `[multistep]`",
+		`algorithm.ppo.critic="network"`:              "algorithm.ppo.critic `algorithm.ppo.critic` must be \"head\" with `[multistep]`",
+		`weights.verify="sampled"`:                    "weights.verify `weights.verify` must be \"full\" or \"none\" with `[multistep]`",
+		`weights.update="rolling"`:                    "weights.update `weights.update` must be \"in_flight\" with `[multistep]`",
+		`model.chat_template=true`:                    "model.chat_template `model.chat_template` must be false with `[multistep]`",
+		`engine.workers=3`:                            "`multistep.environments` must be a multiple of `engine.workers`",
+		`multistep.chunk=0`:                           "multistep.chunk ",
+		`multistep.reward_type="token_level"`:         "multistep.reward_type ",
+		`multistep.environments="many"`:               "multistep.environments ",
+		`multistep={environment="x", bootstrap=true}`: "multistep.bootstrap ",
+	} {
+		found := read(t, text, set).Sorted()
+		if len(found) != 1 || !strings.Contains(found[0].GetField()+" "+found[0].GetMessage(), want) || found[0].GetFix() == "" {
+			t.Errorf("%s: got %v, want %q", set, found, want)
+		}
+	}
+	if found := read(t, text, `data.eval="e"`, "eval.every_steps=1").Sorted(); len(found) != 1 || !strings.Contains(found[0].GetMessage(), "`eval.every_steps` must be 0 with `[multistep]`") {
+		t.Error(found)
+	}
+	sft := strings.Replace(text, "[algorithm.ppo]", "[algorithm.sft]", 1)
+	if found := read(t, sft).Sorted(); len(found) == 0 || !strings.Contains(found[0].GetMessage(), "`[multistep]` needs `[algorithm.ppo]`") {
+		t.Error(found)
+	}
+}
