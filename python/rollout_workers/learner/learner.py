@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from blake3 import blake3
 
@@ -20,9 +20,11 @@ from rollout_workers.learner.published import PublishedWeights
 from rollout_workers.learner.steps import Progress, ReadSamples, Steps
 from rollout_workers.learner.trainer_thread import TrainerThread
 from rollout_workers.trainer import Trainer
-from rollout_workers.trainer.state import Saving
 from rollout_workers.weights import read_manifest
 from rollout_workers.worker.status import EdgeError
+
+if TYPE_CHECKING:  # it imports torch, which workers without a model lack
+    from rollout_workers.trainer.state import Saving
 
 
 class NotInitialized(EdgeError):
