@@ -150,8 +150,8 @@ def seven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalled]:
     ],
 )
 def test_explain_works_without_a_service(seven: Stalled, service: str, hangs: bool, root: str, word: str) -> None:
-    """The rest is explained, and the service is listed, once, with its stopped process. Without storage
-    the events are missing; a reward that hangs is named."""
+    """The rest is explained, and the service is listed, once, with its stopped process. Without
+    storage the events are missing; a reward that hangs is named."""
     with flag(seven.folder / "hang") if hangs else contextlib.nullcontext(), frozen(seven.running, service):
         found: dict[str, Any] = {}
 

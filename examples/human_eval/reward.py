@@ -1,4 +1,5 @@
-"""The score of HumanEval: 1.0 if the function that a completion continues passes the tests of its task.
+"""The score of HumanEval: 1.0 if the function that a completion continues passes the tests of its
+task.
 
 Completions are run. `sandbox = true` in the suite keeps them from files, processes, and the network
 of the host.

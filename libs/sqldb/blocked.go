@@ -69,8 +69,8 @@ FROM waiting JOIN pg_stat_activity w ON w.pid = waiting.first JOIN pg_stat_activ
 WHERE cardinality(pg_blocking_pids(b.pid)) = 0
 ORDER BY w.pid, b.xact_start`
 
-// Blocked lists the connections of every service that wait for a lock, by their backends. It asks on
-// a connection of its own. Of SQLite the list is empty.
+// Blocked lists the connections of every service that wait for a lock, by their backends. It asks
+// on a separate connection. Of SQLite the list is empty.
 func (db *DB) Blocked(ctx context.Context) ([]Blocked, error) {
 	if !db.Postgres() {
 		return nil, nil
@@ -83,7 +83,7 @@ func (db *DB) Blocked(ctx context.Context) ([]Blocked, error) {
 	return list, err
 }
 
-// blocked lists who waits for locks, by the pid of the backend that waits.
+// blocked lists the calls that wait for locks, by the pid of the backend that waits.
 func (s *server) blocked(ctx context.Context) (map[uint32]Blocked, error) {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
@@ -133,9 +133,8 @@ func session(application, user, host, state string, age float64, query string) s
 
 // held is what is known of the lock that a call waits for.
 type held struct {
-	mu    sync.Mutex
-	lock  *Blocked
-	ended bool
+	mu   sync.Mutex
+	lock *Blocked
 }
 
 // watch finds out which lock a call waits for that takes long, until end is called. end adds it to

@@ -83,7 +83,7 @@ func TestTheSessionThatHoldsALockIsNamed(t *testing.T) {
 	}
 }
 
-// Any service can list who waits for a lock, in the databases of all of them.
+// Any service can list what waits for a lock, in the databases of all of them.
 func TestWhoWaitsForALockIsListed(t *testing.T) {
 	t.Parallel()
 	place := sqldbtest.Place(t)

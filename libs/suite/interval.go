@@ -66,7 +66,7 @@ func (m Metric) values(rows []Row, passScore float64) (values []float64, cluster
 
 // clustered returns the mean of values and its standard error, in which values of one cluster are
 // not independent (Miller 2024, https://arxiv.org/abs/2411.00640), and the number of clusters. A
-// value with the cluster "" is one of its own. The error of one cluster is 0.
+// value with the cluster "" is a cluster alone. The error of one cluster is 0.
 func clustered(values []float64, clusters []string) (mean, stderr float64, count int) {
 	for _, v := range values {
 		mean += v

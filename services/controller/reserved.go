@@ -101,8 +101,8 @@ func (r *reserved) left(last uint64) *pending {
 	return r.pending
 }
 
-// repeat starts an evaluation again with the weights that it was started with. Workers that survived
-// have them; without any, it is skipped.
+// repeat starts an evaluation again with the weights that it was started with. Workers that
+// survived have them; without any, it is skipped.
 func (r *reserved) repeat(ctx context.Context, left *pending) error {
 	m := &weightsv1.WeightsManifest{}
 	if err := proto.Unmarshal(left.Weights, m); err != nil {

@@ -243,8 +243,8 @@ func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error)
 	return done || cut, err
 }
 
-// settle waits for the evaluation of an earlier step, and judges its result. A snapshot is not taken
-// before, because a run that continues from it cannot make the weights of that step again.
+// settle waits for the evaluation of an earlier step, and judges its result. A snapshot is not
+// taken before, because a run that continues from it cannot make the weights of that step again.
 func (d *dueWork) settle(ctx context.Context, step uint64) error {
 	if err := d.evaluator.reserved.joinOther(ctx, step); err != nil {
 		return err

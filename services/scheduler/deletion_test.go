@@ -271,8 +271,8 @@ func TestDeletionUnpinsTheOrigin(t *testing.T) {
 	}
 }
 
-// An imported snapshot has no run here. It is not deleted with a run that started from it; that of a
-// run which was deleted here is.
+// An imported snapshot has no run here. It is not deleted with a run that started from it; that of
+// a run which was deleted here is.
 func TestDeletionKeepsAnImportedSnapshot(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {

@@ -25,7 +25,7 @@ from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.status import RunMismatch
 
 if TYPE_CHECKING:
-    from rollout_workers.multistep.serving import NoGeneration
+    from rollout_workers.inference.policy_serving import NoGeneration
 
 log = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ from rollout_workers.worker.tls import of_agent, of_mesh
 from rollout_workers.worker.watchdog import LoopBeat, Watchdog
 
 if TYPE_CHECKING:
-    from rollout_workers.multistep.sampling import Policy
+    from rollout_workers.inference.policy_sampling import Policy
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ async def run_inference_worker(
             pauses = Pauses(model.engine, pipeline.puller)
             servicer = _servicer(spec, context, pipeline, calls, lifecycle, rewards, updates, pauses)
         else:
-            from rollout_workers.multistep import serving
+            from rollout_workers.inference import policy_serving as serving
 
             context, pipeline = await serving.open_pipeline(spec, who, model, receipts, publisher, services, lifecycle, cleanup)
             pauses = Pauses(model.engine, pipeline.puller)
@@ -197,7 +197,7 @@ async def _load(spec: WorkerSpec, model: Model | Policy | None, cleanup: AsyncEx
 
 
 def _policy(spec: WorkerSpec) -> Policy:
-    from rollout_workers.multistep.sampling import load as load_policy
+    from rollout_workers.inference.policy_sampling import load as load_policy
 
     return load_policy(spec)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import crc32c
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.tensor.v1 import tensor_pb2
 from rollout.trajectory.v1 import trajectory_pb2 as pb
-from rollout_workers.inference.receipt import EngineReceipts
+from rollout.weights.v1.weights_pb2 import WeightsReceipt
 from rollout_workers.multistep.errors import BatchInvalid
 from rollout_workers.multistep.player import Played
 from rollout_workers.weights.naming import dtype_name
@@ -28,14 +29,25 @@ _DTYPES = {
 }
 
 
+class Receipts(Protocol):
+    """Of the weights that the engine of an inference worker has, and had."""
+
+    @property
+    def current(self) -> WeightsReceipt: ...
+
+    def digest(self, version: int) -> str: ...
+
+    def of(self, version: int) -> WeightsReceipt: ...
+
+
 def encode_played(
-    group: PromptGroup, episodes: Sequence[Played], receipts: EngineReceipts, worker: str, min_size: int
+    group: PromptGroup, episodes: Sequence[Played], receipts: Receipts, worker: str, min_size: int
 ) -> list[pb.TrajectoryEnvelope]:
     """One envelope per episode. worker, min_size: as for ``encode_group``."""
     return [_envelope(group, episode, receipts, worker, min_size) for episode in episodes]
 
 
-def _envelope(group: PromptGroup, episode: Played, receipts: EngineReceipts, worker: str, min_size: int) -> pb.TrajectoryEnvelope:
+def _envelope(group: PromptGroup, episode: Played, receipts: Receipts, worker: str, min_size: int) -> pb.TrajectoryEnvelope:
     result = episode.result
     assert result is not None
     outcome = _OUTCOMES[result.outcome]

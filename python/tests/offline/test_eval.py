@@ -1,5 +1,5 @@
-"""What an evaluation adds to a batch: the file of scores, completions of a baseline, environments that
-score themselves."""
+"""What an evaluation adds to a batch: the file of scores, completions of a baseline, environments
+that score themselves."""
 
 from __future__ import annotations
 

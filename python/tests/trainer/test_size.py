@@ -1,5 +1,5 @@
-"""A rank never has a whole model: neither when it loads, nor when it saves. The bytes are counted on
-the meta device, for a model of 7B parameters on 8 ranks."""
+"""A rank never has a whole model: neither when it loads, nor when it saves. The bytes are counted
+on the meta device, for a model of 7B parameters on 8 ranks."""
 
 from __future__ import annotations
 

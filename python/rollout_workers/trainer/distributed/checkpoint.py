@@ -40,9 +40,10 @@ _SPLIT = "\0"  # between file and name in the keys of torch's state
 def save_files(directory: Path, files: Files, group: Any, finish: Callable[[], None], *, staged: bool) -> Future[Any]:
     """Write the tensors; every rank of ``group`` must call it. None: a single process.
 
-    staged: copy them to memory of the host and write in a thread, so that they may change as soon as
-    the call returns; otherwise it returns when they are written. finish: called on rank 0 when all
-    files are complete and synced, before the future is done. The future has the error of any rank.
+    staged: copy them to memory of the host and write in a thread, so that they may change as soon
+    as the call returns; otherwise it returns when they are written. finish: called on rank 0 when
+    all files are complete and synced, before the future is done. The future has the error of any
+    rank.
     """
     options: dict[str, Any] = {
         "storage_writer": TensorFileWriter(directory, finish),

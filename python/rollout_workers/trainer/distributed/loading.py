@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from rollout_workers.kernels.layers import supports
-from rollout_workers.trainer.distributed.shards import assign, gathered, local
-from rollout_workers.trainer.model import fused
+from rollout_workers.trainer.distributed.shards import assign
 from rollout_workers.weights import named_weights, read_weights
 from rollout_workers.weights.store import WeightsUnreadable
 
@@ -55,20 +53,6 @@ def fill(model: Any, files: Mapping[str, Tensor], others: Mapping[str, Tensor]) 
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     model.initialize_weights()  # buffers that no file has
-    _install_fused(model)
-
-
-def _install_fused(model: nn.Module) -> None:
-    """``fused.install``, one block at a time: it compares with the layers that it replaces."""
-    if not any(supports(local(parameter.detach())) for parameter in model.parameters()):
-        return
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
-    inside = {id(module) for block in blocks for module in block.modules()}
-    norms = [module for module in model.modules() if id(module) not in inside and type(module).__name__.endswith("RMSNorm")]
-    for part in (*blocks, *norms):
-        with gathered(part):
-            fused.install(part)
 
 
 @contextmanager

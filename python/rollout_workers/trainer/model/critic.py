@@ -71,6 +71,7 @@ class Critic(nn.Module):
     def _fill(self) -> None:
         assert self._files is not None
         fill(self.trunk, self._files, {})
+        fused.install_by_block(self.trunk)
         self._zero_head()
         self._files = None
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rollout_workers.kernels.layers import LayerKernels, layer_kernels, supports
+from rollout_workers.trainer.distributed.shards import gathered, local
 
 TOLERANCE = 1e-5
 """The largest accepted difference from a model's own result, as a share of the largest value."""
@@ -34,6 +35,20 @@ def install(model: nn.Module) -> None:
         if kernels is not None:
             install_swiglu(model, kernels)
             install_rotary(model, kernels)
+
+
+def install_by_block(model: nn.Module) -> None:
+    """``install`` in a sharded model, one block at a time: it compares with the layers that it
+    replaces."""
+    if not any(supports(local(parameter.detach())) for parameter in model.parameters()):
+        return
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
+    inside = {id(module) for block in blocks for module in block.modules()}
+    norms = [module for module in model.modules() if id(module) not in inside and type(module).__name__.endswith("RMSNorm")]
+    for part in (*blocks, *norms):
+        with gathered(part):
+            install(part)
 
 
 class TorchRmsNorm(torch.autograd.Function):

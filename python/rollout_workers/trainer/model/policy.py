@@ -147,7 +147,13 @@ class Policy:
         make the same calls."""
         model, files, self._files = self.model, self._files, None
         adapters = {} if files is None else adapters_of(model, files)
-        self._inside = ranks.shard(model, None if files is None else lambda: fill(model, files, adapters))
+
+        def read() -> None:
+            assert files is not None
+            fill(model, files, adapters)
+            fused.install_by_block(model)
+
+        self._inside = ranks.shard(model, None if files is None else read)
         self._live = None
         if ranks.size > 1:
             self._probe(ranks)

@@ -13,12 +13,12 @@ from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.engines.base import Ids
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.pipeline import Pipeline
+from rollout_workers.inference.policy_sampling import PlayRunner, PlaySampler, Policy, start_playing
 from rollout_workers.inference.puller import Puller, capacity
 from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.sampler import Outlet
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.multistep.engine import NoLanguageModel
-from rollout_workers.multistep.sampling import PlayRunner, PlaySampler, Policy, start_playing
 from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.lifecycle import Lifecycle
