@@ -24,6 +24,7 @@ class Settings:
     """The settings of the trainer without a model."""
 
     off_policy: bool
+    acting: Any = None  # the policies that act, of which this trainer has none
     refusals: Any = None  # the policy for refused gradients, which never occur here
 
 
@@ -50,6 +51,7 @@ def install() -> None:
         weights,
         WeightsDigest=policy.WeightsDigest,
         WeightsManifest=policy.WeightsManifest,
+        read_manifest=policy.read_manifest,
         seal=policy.seal,
         stage_folder=policy.stage_folder,
     )

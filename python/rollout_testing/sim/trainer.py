@@ -90,6 +90,9 @@ class SimTrainer:
         policy.sync(root)
         return sorted(path.relative_to(root) for path in root.rglob("*") if path.is_file())
 
+    def begin_save(self, directory: str | os.PathLike[str]) -> Saved:
+        return Saved(self.save_state(directory))
+
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         root = Path(directory)
         try:
@@ -100,6 +103,16 @@ class SimTrainer:
         if policy.digest(words).root != state["weights_digest"]:
             raise StateUnreadable(f"{root} has weights with another digest than its state records")
         self.words, self.step = words, int(state["step"])
+
+
+class Saved:
+    """Replaces ``rollout_workers.trainer.state.Saving``: the state is written already."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = files
+
+    def result(self) -> list[Path]:
+        return self._files
 
 
 def _bytes(sample: TrainSample, off_policy: bool) -> bytes:
