@@ -211,7 +211,8 @@ async def test_all_holders_of_an_inherited_lock_are_seen(tmp_path: Path) -> None
         with subprocess.Popen(["sleep", "1000"], pass_fds=[held.fileno()]) as heir:
             try:
                 async with _called(tmp_path, "locks", str(path)) as process:
-                    look = await _seen(process, f"process {os.getpid()} .* and process {heir.pid} .* hold$")
+                    first, second = sorted((os.getpid(), heir.pid))
+                    look = await _seen(process, f"process {first} .* and process {second} .* hold$")
                     assert "when all of them have ended" in look.fix
                     held.close()  # its inheritor has the lock
                     look = await _seen(process, rf"which process {heir.pid} \(`sleep 1000`\) holds$")
