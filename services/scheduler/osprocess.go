@@ -119,9 +119,26 @@ func frozenBy(pid int) string {
 func (p osProcess) stopped() bool { return p.state == "T" || p.state == "t" }
 
 func stopped(w *runv1.Worker, pid int, name string) *waitv1.Wait {
-	return &waitv1.Wait{
+	made := &waitv1.Wait{
 		Owner: wait.User, Reason: wait.WorkerStopped, Subjects: []string{w.GetWorkerId()}, Evidence: name + " is stopped by a signal or a debugger", Fix: fmt.Sprintf("continue it: `kill -CONT %d`", pid),
 	}
+	if by := tracer(pid); by != 0 {
+		made.Evidence = fmt.Sprintf("%s is stopped by a debugger, the process %d (%s)", name, by, command(by))
+		made.Fix = fmt.Sprintf("continue it in the debugger, or end the debugger: `kill %d`", by)
+	}
+	return made
+}
+
+// tracer is the process that traces another one, such as a debugger; 0 without one.
+func tracer(pid int) int {
+	text, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/status")
+	for line := range strings.Lines(string(text)) {
+		if value, found := strings.CutPrefix(line, "TracerPid:"); found {
+			by, _ := strconv.Atoi(strings.TrimSpace(value))
+			return by
+		}
+	}
+	return 0
 }
 
 // stoppedBelow is a stopped descendant of a process; 0 without one. Those in another namespace are

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -99,5 +100,33 @@ func TestAFrozenWorkerIsNamed(t *testing.T) {
 	}
 	if fix := fmt.Sprintf("`echo %s > %s/%s`", off, group, freeze); !strings.HasSuffix(waits[0].GetFix(), fix) {
 		t.Errorf("got %s, want %s", waits[0].GetFix(), fix)
+	}
+}
+
+// A signal does not continue a process that a debugger has stopped.
+func TestTheDebuggerOfAWorkerIsNamed(t *testing.T) {
+	t.Parallel()
+	runtime.LockOSThread() // the thread is the debugger
+	defer runtime.UnlockOSThread()
+	process := exec.Command("sleep", "600")
+	if err := process.Start(); err != nil {
+		t.Fatal(err)
+	}
+	pid := process.Process.Pid
+	defer func() {
+		_ = process.Process.Kill()
+		_ = process.Wait()
+	}()
+	if err := syscall.PtraceAttach(pid); err != nil {
+		t.Skip("processes can't be traced here: ", err)
+	}
+	defer func() { _ = syscall.PtraceDetach(pid) }()
+	if _, err := syscall.Wait4(pid, nil, syscall.WALL, nil); err != nil {
+		t.Fatal(err)
+	}
+	waits := readProcesses().waits(&runv1.Worker{WorkerId: "learner-0", Pid: uint32(pid)})
+	want := fmt.Sprintf("the process of learner-0 (%d) is stopped by a debugger, the process %d (", pid, syscall.Gettid())
+	if len(waits) != 1 || !strings.HasPrefix(waits[0].GetEvidence(), want) || !strings.Contains(waits[0].GetFix(), fmt.Sprintf("`kill %d`", syscall.Gettid())) {
+		t.Fatalf("got %v, want %s", waits, want)
 	}
 }

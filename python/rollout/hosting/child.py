@@ -17,6 +17,7 @@ import contextlib
 import errno
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -42,6 +43,9 @@ from rollout.plugin.v1 import plugin_pb2 as pb
 START_SECONDS = 120.0
 _CANCEL_SECONDS = 2.0
 """How long a cancelled call of an environment may take to end."""
+KILLED_SECONDS = 1.0
+"""How long a killed process may take to end. One that waits in the kernel may never."""
+log = logging.getLogger(__name__)
 HEAD = struct.Struct("<QQ")
 _KILLED = "; if no one killed it, the kernel did for its memory: see `dmesg`"
 _OWN = {"ROLLOUT_WORKER_SPEC", "ROLLOUT_API_KEY"}
@@ -164,7 +168,10 @@ class ChildProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()  # a killed process ends at once
+            try:
+                self._process.wait(KILLED_SECONDS)  # a killed process ends at once
+            except subprocess.TimeoutExpired:
+                log.warning("process %d of the plugin does not end: it waits in the kernel for a file system", self._process.pid)
         if self._writer is not None:
             self._writer.transport.abort()
 

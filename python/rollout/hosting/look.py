@@ -19,6 +19,7 @@ import platform
 import re
 import signal
 import socket
+import stat
 import sys
 import sysconfig
 import threading
@@ -322,8 +323,9 @@ _CALLS: dict[str, dict[str, tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-def _kernel(pid: int, at: At | None) -> tuple[str, str]:
-    """What the kernel says that the thread of a line waits for, and what ends it."""
+def _kernel(pid: int, at: At | None, depth: int = 0) -> tuple[str, str]:
+    """What the kernel says that the thread of a line waits for, and what ends it. depth: how many
+    processes wait for this one."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         thread = at.thread if at is not None and at.thread else pid
         call, arguments = _system_call(pid, thread)
@@ -334,12 +336,14 @@ def _kernel(pid: int, at: At | None) -> tuple[str, str]:
         if call == "flock" or call == "fcntl":
             return _file_lock(pid, first)
         if call == "wait" or any("subprocess" in name for name in inner):
-            return _child(pid)
+            return _child(pid, depth)
         if call == "futex":
-            return "waits for a lock or a thread", ""
+            return next((pool for name, pool in _POOLS.items() if name in inner), ("waits for a lock or a thread", ""))
         if call == "sleep":  # a library may sleep between two tries to get a lock, as SQLite does
             return _locked_elsewhere(pid) or ("sleeps", "")
-        if _thread_state(pid, thread) == "D" and (blocked := _file_system(pid, call, arguments)):
+        if call == "write" and _link(pid, first).startswith("pipe:"):
+            return _full_pipe(pid, first)
+        if blocked := _file_system(pid, call, arguments, _thread_state(pid, thread) == "D"):
             return blocked
         sockets = _sockets(pid)
         if call in ("read", "recv", "connect"):
@@ -355,6 +359,17 @@ def _kernel(pid: int, at: At | None) -> tuple[str, str]:
     return "", ""
 
 
+_POOLS = {
+    "connection_pool.py": (
+        "waits for a free connection of an HTTP connection pool (httpx)",
+        "close each response (`with client.stream(..)`), or raise `httpx.Limits`; a pool timeout makes it an error",
+    ),
+    "connectionpool.py": (
+        "waits for a free connection of an HTTP connection pool (urllib3)",
+        "close each response, or raise `maxsize` of the pool; a pool timeout makes it an error",
+    ),
+}
+"""Library files in which a thread waits for a connection that other code of the process has."""
 _AWAITED = {"locks.py": "awaits a lock", "queues.py": "awaits an item of a queue", "tasks.py": "awaits a task or a timer"}
 
 
@@ -386,21 +401,58 @@ def _thread_state(pid: int, thread: int) -> str:
     return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(") ")[2][0]
 
 
-def _file_system(pid: int, call: str, arguments: list[int]) -> tuple[str, str] | None:
-    """The file that a call waits for which no signal ends, and its mount; None if not known."""
+def _file_system(pid: int, call: str, arguments: list[int], whole: bool) -> tuple[str, str] | None:
+    """The file that a call waits for, and its mount; None if that is not why it waits. whole: no
+    signal ends the call."""
     if call in ("open", "openat"):
         path = _text_at(pid, arguments[call == "openat"])
     elif call in ("read", "write", "sync", "close"):
         path = _link(pid, arguments[0])
     else:
         return None
-    if not path.startswith("/"):
+    if not path.startswith("/") or path.startswith("/dev/") or (call in ("open", "openat", "read") and _is_pipe(pid, path)):
         return None
     mount, kind = _mount(pid, path)
     return (
-        f"{BLOCKED}: the {call.removesuffix('at')} of {path} waits for the file system at {mount} ({kind})",
+        f"{BLOCKED if whole else 'waits in the kernel'}: the {call.removesuffix('at')} of {path} waits for the file system at "
+        f"{mount} ({kind})",
         f"see why {mount} does not answer: it is frozen (`fsfreeze -u {mount}`), its server is gone, or its disk fails (`dmesg`)",
     )
+
+
+def _is_pipe(pid: int, path: str) -> bool:
+    """Whether a path is a named pipe, which waits for its other end. It does not ask a file system
+    that does not answer: those of the network have no pipes."""
+    with contextlib.suppress(OSError):  # it is being made
+        return _mount(pid, path)[1] in _LOCAL and stat.S_ISFIFO(os.stat(f"/proc/{pid}/root{path}").st_mode)
+    return False
+
+
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs"}
+
+
+def _full_pipe(pid: int, number: int) -> tuple[str, str]:
+    """Who has the other end of a pipe that a process can't write to."""
+    link = _link(pid, number)
+    name = {1: "its output", 2: "its error output"}.get(number, "a pipe")
+    readers: list[int] = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            if process.name.isdecimal() and any(_reads(process, file, link) for file in (process / "fd").iterdir()):
+                readers.append(int(process.name))
+    named = " and ".join(f"process {reader} (`{_command(reader)}`)" for reader in readers[:_MOST]) or "nobody"
+    return (
+        f"is blocked in a write to {name}, a full pipe that {named} should read",
+        "read the pipe while the process runs: `communicate()` does, `wait()` does not; or send the output to a file",
+    )
+
+
+def _reads(process: Path, file: Path, link: str) -> bool:
+    if os.readlink(file) != link:
+        return False
+    info = (process / "fdinfo" / file.name).read_text()
+    flags = next(line.split()[1] for line in info.splitlines() if line.startswith("flags:"))
+    return int(flags, 8) & os.O_ACCMODE == os.O_RDONLY
 
 
 def _text_at(pid: int, address: int) -> str:
@@ -434,13 +486,15 @@ def _cpu_seconds(pid: int) -> float:
     return int(fields[0]) / 1e9
 
 
-def _child(pid: int) -> tuple[str, str]:
-    """The newest process that a process has started."""
+def _child(pid: int, depth: int) -> tuple[str, str]:
+    """The newest process that a process has started, and what that waits for."""
     children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
     if not children:
         return "waits for a process to end", ""
     child = int(children[-1])
-    return f"waits for process {child} (`{_command(child)}`)", f"see why process {child} does not end; `kill {child}` ends it"
+    does, fix = _kernel(child, None, depth + 1) if depth < _MOST else ("", "")
+    waits = f"waits for process {child} (`{_command(child)}`)" + (f", which {does}" if fix else "")
+    return waits, fix or f"see why process {child} does not end; `kill {child}` ends it"
 
 
 def _command(pid: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from rollout.errors import RolloutError
 from rollout.hosting import wire
-from rollout.hosting.child import environment
+from rollout.hosting.child import KILLED_SECONDS, environment
 from rollout.hosting.host import KINDS
 from rollout.hosting.manifest import Manifest
 from rollout.hosting.sidecar import ADDRESS_VARIABLE, ARGS_VARIABLE, Sidecar
@@ -152,7 +152,10 @@ class SupervisedSidecar:
         if process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            try:
+                process.wait(KILLED_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.warning("process %d of the sidecar `%s` does not end: it waits in the kernel", process.pid, self.name)
             assert process.stdin is not None
             process.stdin.close()
         if self._folder:

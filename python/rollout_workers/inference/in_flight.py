@@ -117,8 +117,17 @@ class InFlight:
         ]
 
     def _evaluating(self) -> list[Wait]:
+        """What the held-out prompts wait for. Those that the engine has may wait for a slot, so
+        that an engine at rest is the cause only if nothing else computes."""
         found = [self._of_episode(doing, row) for doing, row in self.held_out()]
-        return [self._wait(min(found, key=lambda doing: doing.since))] if found else []
+        if not found:
+            return []
+        others = [doing for doing in found if doing.doing != "GENERATE"]
+        wait = self._wait(min(others if others and not self.speed() else found, key=lambda doing: doing.since))
+        wait.evidence += f"; the evaluation waits for {len(found)} held-out prompts"
+        wait.fix += "; lower eval.max_prompts makes evaluations shorter, higher eval.every_steps rarer, and with eval.workers "
+        wait.fix += "they run beside the training"
+        return [wait]
 
     def _of_episode(self, episode: tuple[str, float], row: bytes) -> Doing:
         doing, since = episode

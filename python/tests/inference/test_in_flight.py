@@ -100,7 +100,15 @@ def test_an_evaluation_names_what_it_does_longest_and_no_groups() -> None:
     with calls.open(Call("TEACHER_CALL", "http://teacher/v1", (b"b",), 0.0, since=now - 39)):
         found = flight.waits()[-1]
     assert (found.reason, found.owner, found.groups, list(found.positions)) == ("TEACHER_CALL", "teacher", 0, [])
-    assert found.evidence == "the logprobs of the teacher at http://teacher/v1 have taken 39 s, with retries"
+    assert found.evidence == (
+        "the logprobs of the teacher at http://teacher/v1 have taken 39 s, with retries; "
+        "the evaluation waits for 2 held-out prompts"
+    )
+    assert "eval.max_prompts" in found.fix
+    generating = [(("GENERATE", now - 30), b"a"), (("ENVIRONMENT_STEP", now - 20), b"b")]
+    for speed, reason in ((0.0, "ENVIRONMENT_STEP"), (7.0, "GENERATE")):
+        flight = replace(flight, held_out=lambda: generating, speed=lambda speed=speed: speed)
+        assert flight.waits()[-1].reason == reason, "an engine at rest is not the cause while something else computes"
 
 
 def test_the_process_and_the_line_of_the_longest_call_are_named() -> None:

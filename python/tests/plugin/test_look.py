@@ -46,6 +46,24 @@ def naps(samples):
     time.sleep(1000)  # here: naps
 
 
+def prints(samples):
+    child = subprocess.Popen(["sh", "-c", "yes | head -c 1000000 >&2"], stderr=subprocess.PIPE)
+    child.wait()  # here: prints
+
+
+def pipes(samples):
+    with open(samples[0].prompt) as pipe:  # here: pipes
+        pipe.read()
+
+
+def leaks(samples):
+    import httpx
+
+    client = httpx.Client(timeout=None, limits=httpx.Limits(max_connections=1))
+    for _ in range(2):
+        client.send(client.build_request("GET", samples[0].prompt), stream=True)  # here: leaks
+
+
 def writes(samples):
     with open(samples[0].prompt, "a") as log:  # here: writes
         log.write("scored")
@@ -155,6 +173,8 @@ _CASES = {
     "loops": "computes, with .* of a core",
     "naps": "sleeps",
     "forgets": "awaits a lock",
+    "prints": r"waits for process \d+ \(`sh .*`\), which waits for process \d+ \(`.*`\), which is blocked in a write to its "
+    r"output, a full pipe that process \d+ \(`.*`\) should read$",
     "runs": r"waits for process \d+ \(`sleep 1000`\)",
 }
 
@@ -220,6 +240,31 @@ async def test_all_holders_of_an_inherited_lock_are_seen(tmp_path: Path) -> None
                 heir.kill()
 
 
+async def test_a_pool_of_connections_without_a_free_one_is_seen(tmp_path: Path) -> None:
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            time.sleep(1000)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        async with _called(tmp_path, "leaks", f"http://127.0.0.1:{server.server_port}") as process:
+            look = await _seen(process, "waits for a free connection of an HTTP connection pool .httpx.$")
+            assert "close each response" in look.fix
+        server.shutdown()
+        server.block_on_close = False
+
+
+async def test_a_named_pipe_is_not_a_dead_file_system(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    async with _called(tmp_path, "pipes", str(tmp_path / "pipe")) as process:
+        look = await _seen(process, "^$")
+        assert look.at is not None
+        assert _REWARDS.splitlines()[look.at.line - 1].endswith("here: pipes"), look
+
+
 async def test_the_holder_of_a_database_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "cache.db"
     script = f"import sqlite3, time; db = sqlite3.connect({str(path)!r}); db.execute('CREATE TABLE scores(x)'); db.commit(); \
@@ -256,9 +301,14 @@ async def test_the_file_system_that_does_not_answer_is_seen(tmp_path: Path) -> N
         subprocess.run(["fsfreeze", "-f", str(mount)], check=True)
         try:
             async with _called(tmp_path, "writes", str(mount / "log")) as process:
-                look = await _seen(process, f"the open of {mount}/log waits for the file system at {mount} .ext4.$")
-                assert f"fsfreeze -u {mount}" in look.fix
-                subprocess.run(["fsfreeze", "-u", str(mount)], check=True)
+                try:
+                    look = await _seen(process, f"the open of {mount}/log waits for the file system at {mount} .ext4.$")
+                    assert f"fsfreeze -u {mount}" in look.fix
+                    began = time.monotonic()
+                    process.kill()  # no signal ends it now
+                    assert time.monotonic() - began < 10, "a process that can't be killed stops the worker"
+                finally:
+                    subprocess.run(["fsfreeze", "-u", str(mount)], check=True)
         finally:
             subprocess.run(["fsfreeze", "-u", str(mount)], capture_output=True)
     finally:
