@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = ROOT / "schemas" / "run_config.schema.json"
 FOLDERS = ("examples", "e2e", "bench")
 MANIFESTS = "examples/plugins/*/*.toml"
+SUITES = "suites.toml"
+"""Name of the files of `rollout eval --suite`: configs without what only training needs."""
 
 
 def main() -> None:
@@ -32,7 +34,10 @@ def main() -> None:
     failed = 0
     for path in paths:
         config = tomllib.loads(path.read_text())
-        problems = [f"{error.json_path}: {error.message}" for error in validator.iter_errors(config)]
+        errors = list(validator.iter_errors(config))
+        if path.name == SUITES:
+            errors = [error for error in errors if (error.json_path, error.validator) != ("$", "required")]
+        problems = [f"{error.json_path}: {error.message}" for error in errors]
         missed = [name for name, broken in broken_twins(config) if validator.is_valid(broken)]
         problems += [f"the schema accepts {name}" for name in missed]
         failed += bool(problems)
