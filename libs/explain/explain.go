@@ -101,26 +101,25 @@ const (
 )
 
 func (e *explainer) noScheduler() {
-	why := "no answer"
+	missed := map[string]*waitv1.Unanswered{}
 	for _, u := range e.Unanswered {
-		switch u.GetName() {
-		case Database:
-			e.because(Database, wait.NoAnswer, nil, "the database, without which the scheduler can't answer, does not answer: "+u.GetError(),
-				"check that PostgreSQL runs and can be reached (`rollout doctor`); runs continue by themselves")
-			return
-		case Registry:
-			e.because(Registry, wait.NoAnswer, nil, "the scheduler, which knows the run, can't be looked up: "+u.GetError(),
-				"check that the Consul agent, or the process with `--target registry`, runs; with `--server` the command asks a service directly")
-			return
-		}
-		if u.GetName() != "scheduler" {
-			continue
-		}
-		if e.Processes["scheduler"].PID != 0 {
-			e.away(u, nil)
-			return
-		}
-		why = u.GetError()
+		missed[u.GetName()] = u
+	}
+	scheduler, why := missed["scheduler"], "no answer"
+	switch {
+	case missed[Database] != nil: // a service without its database also fails its health check
+		e.because(Database, wait.NoAnswer, nil, "the database, without which the scheduler can't answer, does not answer: "+missed[Database].GetError(),
+			"check that PostgreSQL runs and can be reached (`rollout doctor`); runs continue by themselves")
+		return
+	case missed[Registry] != nil:
+		e.because(Registry, wait.NoAnswer, nil, "the scheduler, which knows the run, can't be looked up: "+missed[Registry].GetError(),
+			"check that the Consul agent, or the process with `--target registry`, runs; with `--server` the command asks a service directly")
+		return
+	case scheduler != nil && e.Processes["scheduler"].PID != 0:
+		e.away(scheduler, nil)
+		return
+	case scheduler != nil:
+		why = scheduler.GetError()
 	}
 	e.because("scheduler", wait.NoAnswer, nil, "the scheduler, which knows the run, does not answer: "+why,
 		"see which services run with `rollout status`; start the scheduler again, and it continues the run or records it as interrupted")

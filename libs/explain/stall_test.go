@@ -329,6 +329,10 @@ var stalls = []struct {
 	{"the scheduler is down", []func(*State){func(s *State) {
 		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "scheduler", Error: "connection refused"}}}
 	}}, "NO_ANSWER"},
+	{"the database is down, and so the scheduler is unhealthy", []func(*State){func(s *State) {
+		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "scheduler", Error: "no instance is passing its health check"}, {Name: "database", Error: "the database does not answer"}},
+			Processes: map[string]Process{"scheduler": {PID: 4713, Address: "127.0.0.1:7303"}}}
+	}}, "NO_ANSWER"},
 	{"the database is down", []func(*State){func(s *State) {
 		*s = State{Time: noon, Unanswered: []*waitv1.Unanswered{{Name: "database", Error: "the database does not answer"}}}
 	}}, "NO_ANSWER"},
