@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
 from rollout_workers.trainer.distributed.shards import local, sharded_like
+from rollout_workers.trainer.types import RankLost
 from rollout_workers.weights.digest import raw_bytes
 from rollout_workers.weights.tensor_file import file_layout
 
@@ -64,12 +65,15 @@ def save_files(directory: Path, files: Files, group: Any, finish: Callable[[], N
 
 
 def saved(saving: Future[Any]) -> None:
-    """Wait for ``save_files``. Raises the error of the first rank that failed."""
+    """Wait for ``save_files``. Raises the error of the first rank that failed, ``RankLost`` if one
+    is gone."""
     try:
         saving.result()
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise cause from None
+    except RuntimeError as error:  # of gloo or NCCL
+        raise RankLost(f"a rank of the learner was lost while a state was saved: {error}; the learner restarts") from error
 
 
 class RowStager(AsyncStager):
