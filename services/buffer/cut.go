@@ -102,9 +102,10 @@ func (c *cut) read(ctx context.Context, r ledger.Reader) error {
 	config := c.ledger.Config
 	c.first = &bufferv1.CutLedgerResponse{Ledger: &bufferv1.LedgerRecord{Config: config, State: state, Chain: c.ledger.Chain}}
 	c.first.Ledger.FirstUnconsumed = from
-	oldest := c.ledger.Step
+	// Open episodes have tokens of every version that is not too old.
+	oldest := c.ledger.Step - min(c.ledger.Step, uint64(config.GetMaxStaleness()))
 	for i := range c.samples {
-		oldest = min(oldest, c.samples[i].ReceiptVersion)
+		oldest = min(oldest, c.samples[i].MinVersion)
 	}
 	weights, err := r.ListWeights(ctx, oldest, int(c.ledger.WeightsVersion-min(oldest, c.ledger.WeightsVersion))+1)
 	for _, w := range weights {

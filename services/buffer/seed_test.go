@@ -114,6 +114,30 @@ func TestARestoredRunLeasesTheSameBatch(t *testing.T) {
 	}
 }
 
+// An open episode of a snapshot may have tokens of any weights that are not too old, although no
+// sample names them yet.
+func TestACutHasTheWeightsOfOpenEpisodes(t *testing.T) {
+	t.Parallel()
+	for staleness, want := range []int{1, 2} {
+		s, _ := withArtifacts(t)
+		c := ledgerConfig()
+		c.MaxStaleness = uint32(staleness)
+		s.open(c)
+		s.record(0)
+		s.publish(append(groupOf(0, 0, 0), groupOf(1, 0, 0)...)...)
+		s.commit(s.lease(1))
+		s.record(1)
+		stream, err := s.client.CutLedger(t.Context(), &bufferv1.CutLedgerRequest{RunId: run})
+		if err != nil {
+			t.Fatal(err)
+		}
+		first, err := stream.Recv()
+		if err != nil || len(first.GetWeights()) != want || first.GetWeights()[want-1].GetVersion() != 1 {
+			t.Errorf("with max_staleness %d: %v, want %d versions (%v)", staleness, first.GetWeights(), want, err)
+		}
+	}
+}
+
 // Until a ledger has the groups that it begins with, it takes no others, and its end does not
 // count as its beginning.
 func TestALedgerIsClosedUntilItHasItsGroups(t *testing.T) {
