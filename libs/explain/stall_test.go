@@ -476,6 +476,6 @@ func TestAnOldWaitHasAFix(t *testing.T) {
 		}
 	}
 	if young == 0 {
-		t.Error("no young wait has a fix that says so")
+		t.Error("no young wait has a fix that promises this")
 	}
 }

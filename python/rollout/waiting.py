@@ -1,4 +1,4 @@
-"""Why tasks of this process wait and ask again, for people who ask what a run waits for."""
+"""Why tasks of this process wait and ask again, for `rollout explain`."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def waits_for(text: str, fix: str, process: int = 0) -> Generator[None]:
 
 
 def why(task: asyncio.Task[object]) -> Why | None:
-    """Why a task waits; None if it did not say so. May be called by any thread."""
+    """Why a task waits; None if it has given no reason. May be called by any thread."""
     return _WHY.get(task)

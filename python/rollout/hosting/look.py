@@ -1,7 +1,7 @@
 """What a process of plugins does now: the line of the user's code, and what the kernel says that it
 waits for. Nothing is recorded before someone asks.
 
-The process answers the request ``Stack`` from a thread of its own, also while the user's code
+The process answers the request ``Stack`` from a separate thread, also while the user's code
 blocks. Code that holds the interpreter, such as a regular expression, lets no thread run; then a
 signal makes faulthandler write the lines into a file in memory, ``_FILE``.
 """
@@ -109,7 +109,7 @@ def here(loop: asyncio.AbstractEventLoop) -> bytes:
     blocked = [_of_thread(frames[main])] if main in frames else []
     found: list[At | None] = [at for at in blocked if at is not None]
     if not found:
-        with contextlib.suppress(RuntimeError):  # the tasks change meanwhile
+        with contextlib.suppress(RuntimeError):  # the tasks change while they are read
             found.extend(_of_task(task) for task in list(asyncio.all_tasks(loop)))
     seen = [at for at in found if at is not None]
     if not seen or (not seen[0].does and any(name in _THREADS for name in seen[0].inner)):  # it waits for another thread
@@ -268,7 +268,7 @@ async def look(pid: int, method: str, asked: Callable[[], Awaitable[bytes]]) -> 
 
 
 def _parsed(answer: bytes) -> At | None:
-    """The first line of an answer; None if there is none, or if code in a sandbox forged it."""
+    """The first line of an answer; None without one, or if code in a sandbox forged it."""
     with contextlib.suppress(ValueError, TypeError, IndexError):
         file, line, function, inner, does, fix, thread, process = json.loads(answer)[0]
         texts = [" ".join(str(text).split())[:_LONGEST] for text in (file, function, does, fix)]

@@ -118,7 +118,7 @@ class InFlight:
 
     def _evaluating(self) -> list[Wait]:
         """What the held-out prompts wait for. Those that the engine has may wait for a slot, so
-        that an engine at rest is the cause only if nothing else computes."""
+        that an idle engine is the cause only if nothing else computes."""
         found = [self._of_episode(doing, row) for doing, row in self.held_out()]
         if not found:
             return []
@@ -126,7 +126,7 @@ class InFlight:
         wait = self._wait(min(others if others and not self.speed() else found, key=lambda doing: doing.since))
         wait.evidence += f"; the evaluation waits for {len(found)} held-out prompts"
         wait.fix += "; lower eval.max_prompts makes evaluations shorter, higher eval.every_steps rarer, and with eval.workers "
-        wait.fix += "they run beside the training"
+        wait.fix += "they run next to the training"
         return [wait]
 
     def _of_episode(self, episode: tuple[str, float], row: bytes) -> Doing:

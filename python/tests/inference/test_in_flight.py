@@ -108,7 +108,7 @@ def test_an_evaluation_names_what_it_does_longest_and_no_groups() -> None:
     generating = [(("GENERATE", now - 30), b"a"), (("ENVIRONMENT_STEP", now - 20), b"b")]
     for speed, reason in ((0.0, "ENVIRONMENT_STEP"), (7.0, "GENERATE")):
         flight = replace(flight, held_out=lambda: generating, speed=lambda speed=speed: speed)
-        assert flight.waits()[-1].reason == reason, "an engine at rest is not the cause while something else computes"
+        assert flight.waits()[-1].reason == reason, "an idle engine is not the cause while something else computes"
 
 
 def test_the_process_and_the_line_of_the_longest_call_are_named() -> None:
