@@ -51,7 +51,7 @@ func (r *recovery) recover(ctx context.Context) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
-	left := r.evaluator.reserved.left(last.GetStep())
+	left := r.evaluator.reserved.left()
 	if left != nil && state.GetStep() > left.Step { // the learner is past its weights
 		if err := r.evaluator.reserved.repeat(ctx, left); err != nil {
 			return 0, err

@@ -89,14 +89,11 @@ func (r *reserved) observed(step uint64) {
 	}
 }
 
-// left returns the evaluation that an earlier process left, if it is of a step before the last one;
-// that of the last step starts by itself. nil: none.
-func (r *reserved) left(last uint64) *pending {
+// left returns the evaluation that an earlier process left; nil: none. Where the learner still has
+// its weights, it starts by itself.
+func (r *reserved) left() *pending {
 	if r == nil || r.pending == nil || r.current != nil || r.last != nil {
 		return nil
-	}
-	if r.pending.Step >= last {
-		r.pending = nil
 	}
 	return r.pending
 }

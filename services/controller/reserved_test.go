@@ -142,6 +142,35 @@ func TestARestartRepeatsTheEvaluation(t *testing.T) {
 	}
 }
 
+// The learner may have trained a step past the evaluated one that is not committed when the
+// controller ends, which no longer has the weights of the evaluation.
+func TestARestartBetweenTrainingAndCommitRepeatsTheEvaluation(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	kept := w.startReserved()
+	req := guarded(t, w, "eval/reward >= 1", "stop")
+	req.Plan.Config.Eval.Workers = proto.Uint32(1)
+	w.refuse = 3
+	s, stop := w.start()
+	if _, err := s.StartRun(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	await(t, s, "commit of step 3", func(p *learnerv1.Progress) bool {
+		return p.GetStep() == 2 && p.GetPhase() == learnerv1.Phase_PHASE_COMMITTING
+	})
+	stop()
+	w.mu.Lock()
+	w.refuse = 0
+	w.mu.Unlock()
+	s, stop = w.start()
+	defer stop()
+	close(kept.hold)
+	p := driven(t, s, req)
+	if fired := w.fired(); len(fired) != 1 || fired[0].GetStep() != 2 {
+		t.Errorf("ended after step %d, the gate fired: %v", p.GetStep(), fired)
+	}
+}
+
 // A record of an evaluation that can't be read is ignored, and the run continues.
 func TestARestartIgnoresADamagedEvaluation(t *testing.T) {
 	t.Parallel()

@@ -81,6 +81,9 @@ func (w *world) CommitStep(_ context.Context, in *bufferv1.CommitStepRequest, _ 
 	effect, fault := w.at("CommitStep")
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.refuse == in.GetStep() {
+		return nil, status.Error(codes.Unavailable, "the step is not committed")
+	}
 	record := &bufferv1.StepRecord{Step: in.GetStep(), BatchId: in.GetBatchId(), WeightsDigest: in.GetWeightsDigest()}
 	switch n := uint64(len(w.steps)); {
 	case in.GetStep() == n && proto.Equal(w.steps[n-1], record):

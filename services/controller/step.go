@@ -230,10 +230,12 @@ func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error)
 	if d.snapshots(step) {
 		names = append([]string{periodic}, names...)
 	}
-	if len(names) > 0 {
+	if len(names) > 0 || d.snapshotter.cuts.first() != nil {
 		if err := d.settle(ctx, step); err != nil {
 			return true, err
 		}
+	}
+	if len(names) > 0 {
 		if err := d.snapshotter.take(ctx, step, names...); err != nil {
 			return true, err
 		}

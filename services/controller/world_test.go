@@ -60,6 +60,7 @@ type world struct {
 	after   bool           // whether the call takes effect first
 	trace   []string       // names of the calls, in order
 	watches []*subscribe   // of the registry
+	refuse  uint64         // the step whose commit fails; 0: none
 	starved func()         // if set, called by each lease instead of returning a batch
 	full    map[string]int // how many calls of a name still fail because a disk is full
 	disk    *fakeDisk
