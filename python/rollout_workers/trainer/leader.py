@@ -29,7 +29,6 @@ class Call:
     method: str
     """The name of the method."""
     arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
     step: int
     """The step of the trainers before the call. A trainer at another step has missed a call."""
 
@@ -82,20 +81,20 @@ class LeadingTrainer(Trainer):
             return iter(list(super().named_weights()))
 
     def weights_digest(self) -> WeightsDigest:
-        """See ``Trainer``."""
-        with self._together("weights_digest"):
+        """See ``Trainer``. The other ranks hash nothing."""
+        with self._together("named_weights"):
             return super().weights_digest()
 
     def adapted(self) -> tuple[Mapping[str, Tensor], tuple[WeightsDigest, Mapping[str, Tensor]]]:
-        """See ``Trainer``."""
-        with self._together("adapted"):
+        """See ``Trainer``. The other ranks hash nothing."""
+        with self._together("gather_adapted"):
             return super().adapted()
 
-    def save(self, directory: str | os.PathLike[str], *, staged: bool) -> Saving:
+    def begin_save(self, directory: str | os.PathLike[str]) -> Saving:
         """See ``Trainer``. An error of the disk, which ``result`` raises, leaves the ranks as they
         are."""
-        with self._together("save", os.fspath(directory), staged=staged):
-            return super().save(directory, staged=staged)
+        with self._together("begin_save", os.fspath(directory)):
+            return super().begin_save(directory)
 
     def restore_point(self) -> None:
         """See ``Trainer``."""
@@ -108,11 +107,11 @@ class LeadingTrainer(Trainer):
             super().load_state(directory)
 
     @contextmanager
-    def _together(self, method: str, *arguments: Any, **options: Any) -> Iterator[None]:
+    def _together(self, method: str, *arguments: Any) -> Iterator[None]:
         if self._failure:
             raise RankLost(self._failure)
         try:
-            self._group.send(Call(method, arguments, options, self.step))
+            self._group.send(Call(method, arguments, self.step))
             yield
         except LearnerError:
             raise  # on all ranks
@@ -139,7 +138,7 @@ def follow(group: Group) -> None:
         if call.step != trainer.step:
             raise RankLost(f"rank 0 is at step {call.step}, rank {group.rank} at step {trainer.step}")
         try:
-            result = getattr(trainer, call.method)(*call.arguments, **call.options)
+            result = getattr(trainer, call.method)(*call.arguments)
             if isinstance(result, Iterator):
                 deque(result, maxlen=0)
         except LearnerError as error:

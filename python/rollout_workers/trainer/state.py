@@ -79,19 +79,20 @@ class Saving:
         return sorted(path.relative_to(self._directory) for path in self._directory.rglob("*") if path.is_file())
 
 
-def save_state(directory: Path, trainer: Stateful, *, staged: bool) -> Saving:
-    """Write the state of ``trainer`` to a folder, which is created if missing. Every rank must call
-    it, and writes its own rows.
+def save_state(directory: Path, trainer: Stateful) -> Saving:
+    """Write a copy of the state of ``trainer`` to a folder, in a thread: the trainer may continue
+    when the call returns. Every rank must call it, and writes its own rows.
 
-    staged: write a copy in a thread, so that the trainer may continue when the call returns. An
-    existing state is replaced; if the process dies, the folder has no valid state.
+    The folder is created if missing. An existing state is replaced; if the process dies, the folder
+    has no valid state.
     """
-    files = _files(trainer)
-    finish = _finish(directory, trainer)
-    if trainer.ranks.rank == 0:
+
+    def begin() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "state.json").unlink(missing_ok=True)
-    return Saving(directory, save_files(directory, files, trainer.ranks.saving, finish, staged=staged))
+
+    writing = save_files(directory, _files(trainer), trainer.ranks.saving, begin, _finish(directory, trainer))
+    return Saving(directory, writing)
 
 
 def _files(trainer: Stateful) -> dict[str, dict[str, Tensor]]:
@@ -127,7 +128,7 @@ def _finish(directory: Path, trainer: Stateful) -> Callable[[], None]:
         "algorithm": trainer.algorithm.name,
         "reference": trainer.models.reference.name if trainer.models.reference else None,
         "random": _random_state(),
-        "base": dict(adapter.base_digests()) if adapter else {},
+        "base": dict(adapter.base_digests(trainer.ranks)) if adapter else {},
         "weights_digest": "",
         "adapter_digest": "",
     }
@@ -165,7 +166,7 @@ def load_state(directory: Path, trainer: Stateful) -> None:
     if one cannot read it.
     """
     read, problem = None, ""
-    base = trainer.policy.adapter.base_digests() if trainer.policy.adapter else {}
+    base = trainer.policy.adapter.base_digests(trainer.ranks) if trainer.policy.adapter else {}
     try:
         read = _read(directory, trainer, base)
     except StateUnreadable as error:
@@ -202,7 +203,7 @@ def _read(
     directory: Path, trainer: Stateful, base: Mapping[str, str]
 ) -> tuple[dict[str, Any], _Tensors, _Tensors, _Tensors, _Tensors]:
     """The content of ``state.json``, the live tensors to set, their values, and the tensors of
-    optimizer and critic. base: the digests of the frozen tensors of ``trainer``.
+    optimizer and critic. base: the digests of the frozen tensors of ``trainer``, used on rank 0.
 
     Raises ``StateUnreadable``.
     """
@@ -237,7 +238,7 @@ def _read(
     wanted = {name: t for name, t in trainer.optimizer.moments().items() if name not in averages or name in saved}
     _same_shapes(directory / "optimizer.safetensors", wanted, saved)
     _same_shapes(directory / "critic.safetensors", _critic_tensors(trainer), critic)
-    if other := _first_difference(state.get("base") or base, base):
+    if verifies and (other := _first_difference(state.get("base") or base, base)):
         raise StateUnreadable(
             f"{directory} has adapters for another model than {trainer.model_dir}: {other} differs; {_BASE_FIX}"
         )

@@ -284,6 +284,13 @@ class Trainer:
         adapters = {name: whole(tensor.detach()) for name, tensor in adapter.tensors().items()}
         return adapters, streamed_digest(adapter.merged())
 
+    def gather_adapted(self) -> Iterator[Tensor]:
+        """What ``adapted`` of another rank gathers; this one hashes nothing."""
+        adapter = self.policy.adapter
+        assert adapter is not None
+        yield from (whole(tensor.detach()) for tensor in adapter.tensors().values())
+        yield from (tensor for _, tensor in adapter.merged())
+
     def write_adapter(self, directory: str | os.PathLike[str]) -> WeightsManifest:
         """Write only the adapters, as a folder that ``from_pretrained`` loads while the run's model
         stays where it is."""
@@ -302,19 +309,15 @@ class Trainer:
     def save_state(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write everything that ``load_state`` needs to continue bit for bit. Returns the files,
         relative to the folder. Each rank writes its part."""
-        return self.save(directory, staged=False).result()
+        return self.begin_save(directory).result()
 
     def begin_save(self, directory: str | os.PathLike[str]) -> Saving:
         """``save_state`` of a copy, in a thread: the next step may begin when this returns, and the
         state is written when its ``result`` does. Waits for the save before."""
-        return self.save(directory, staged=True)
-
-    def save(self, directory: str | os.PathLike[str], *, staged: bool) -> Saving:
-        """``save_state`` or, if ``staged``, ``begin_save``."""
         if self._saving is not None:
             with suppress(Exception):  # its caller gets the error
                 self._saving.result()
-        self._saving = save_state(Path(directory), self, staged=staged)
+        self._saving = save_state(Path(directory), self)
         self.mark()
         return self._saving
 

@@ -34,6 +34,7 @@ from rollout_workers.trainer.leader import LeadingTrainer, follow
 from rollout_workers.trainer.model.adapter import Adapter
 from rollout_workers.trainer.model.policy import Policy
 from rollout_workers.trainer.packing import pack
+from rollout_workers.weights import digest as hashing
 from rollout_workers.weights import weights_digest
 
 from .addition import demonstrations, sampled_batch
@@ -184,10 +185,21 @@ def test_each_rank_gets_the_same_number_of_micro_batches() -> None:
     assert not {int(n) // 2 for n in units[0].sample} & {int(n) // 2 for n in units[1].sample}  # pairs are not split
 
 
+def hash_nothing() -> None:
+    """Let this process fail if it hashes a tensor."""
+
+    def refused(block: memoryview) -> bytes:
+        raise AssertionError("only rank 0 hashes the model")
+
+    hashing._leaf = refused
+
+
 def led(ranks: Group, model_dir: Path, config: TrainerConfig, folder: str, fault: str) -> Any:
-    """Rank 0 leads two steps and a save. fault: rank 1 exits (``dies``) or blocks (``hangs``)
-    before the second step, or is stopped after the first one (``frozen``)."""
+    """Rank 0 leads two steps, saves to folders that cannot be written, and a save. fault: rank 1
+    exits (``dies``) or blocks (``hangs``) before the second step, or is stopped after the first one
+    (``frozen``)."""
     if ranks.rank:
+        hash_nothing()
         healthy = Trainer.train_step
 
         def train_step(self: Trainer, samples: list[TrainSample], step: int) -> Any:
@@ -212,6 +224,15 @@ def led(ranks: Group, model_dir: Path, config: TrainerConfig, folder: str, fault
         with pytest.raises(RankLost):
             learner.save_state(folder)
         return learner.step, str(error), reported
+    blocked = Path(f"{folder} is a file")
+    blocked.touch()
+    with pytest.raises(NotADirectoryError):
+        learner.save_state(blocked / "state")
+    replaced = Path(folder, "state.json")
+    replaced.mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        learner.save_state(folder)
+    replaced.rmdir()
     files = learner.save_state(folder)
     with pytest.raises(StepOutOfTurn):
         learner.train_step(batch(config, 7), 7)
@@ -227,9 +248,11 @@ def test_rank_0_leads_the_others(model_dir: Path, tmp_path: Path) -> None:
 
 
 def published(ranks: Group, model_dir: Path, folder: str) -> Any:
-    """Rank 0 publishes the adapters of two steps. Returns the digest in the manifest, the
-    trainer's, and the number of merged tensors, in all and at most at the same time."""
+    """Rank 0 publishes the adapters of two steps, then saves and loads them. Returns the digest in
+    the manifest, the trainer's, and the number of merged tensors, in all and at most at the same
+    time."""
     if ranks.rank:
+        hash_nothing()
         follow(ranks)
         return None
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -247,7 +270,11 @@ def published(ranks: Group, model_dir: Path, folder: str) -> Any:
         learner.train_step(batch(case("lora"), step), step)
     Adapter._merged = counting  # type: ignore[method-assign, assignment]
     manifest = learner.write_adapter(folder)
-    return manifest.digest, learner.weights_digest().root, made, most
+    digests = manifest.digest, learner.weights_digest().root
+    learner.save_state(f"{folder} state")
+    learner.load_state(f"{folder} state")
+    assert learner.weights_digest().root == digests[1]
+    return *digests, made, most
 
 
 def test_adapters_of_two_ranks_are_published_as_adapters_one_tensor_at_a_time(model_dir: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
@@ -38,30 +38,22 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 _SPLIT = "\0"  # between file and name in the keys of torch's state
 
 
-def save_files(directory: Path, files: Files, group: Any, finish: Callable[[], None], *, staged: bool) -> Future[Any]:
-    """Write the tensors; every rank of ``group`` must call it. None: a single process.
+def save_files(directory: Path, files: Files, group: Any, begin: Callable[[], None], finish: Callable[[], None]) -> Future[Any]:
+    """Copy the tensors to memory of the host, and write them in a thread: they may change as soon
+    as the call returns. Every rank of ``group`` must call it. None: a single process.
 
-    staged: copy them to memory of the host and write in a thread, so that they may change as soon
-    as the call returns; otherwise it returns when they are written. finish: called on rank 0 when
-    all files are complete and synced, before the future is done. The future has the error of any
-    rank.
+    begin: called on rank 0 in the thread, before a file is created. finish: called there when all
+    files are complete and synced, before the future is done. The future has the error of any rank.
     """
-    options: dict[str, Any] = {
-        "storage_writer": TensorFileWriter(directory, finish),
-        "planner": DefaultSavePlanner(flatten_state_dict=False),
-        "process_group": group,
-        "no_dist": group is None,
-    }
-    state = {f"{file}{_SPLIT}{name}": tensor.detach() for file, tensors in files.items() for name, tensor in tensors.items()}
-    if staged:
-        saving: Any = async_save(state, async_stager=RowStager(), **options)
-        return saving
-    done: Future[Any] = Future()
-    try:
-        done.set_result(save(state, **options))
-    except CheckpointException as error:
-        done.set_exception(error)
-    return done
+    saving: Any = async_save(
+        {f"{file}{_SPLIT}{name}": tensor.detach() for file, tensors in files.items() for name, tensor in tensors.items()},
+        storage_writer=TensorFileWriter(directory, begin, finish),
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+        process_group=group,
+        no_dist=group is None,
+        async_stager=RowStager(),
+    )
+    return saving
 
 
 def saved(saving: Future[Any]) -> None:
@@ -100,9 +92,10 @@ class RowStager(AsyncStager):
 class TensorFileWriter(StorageWriter):
     """Writes the parts of tensors into safetensors files that all ranks have under one path."""
 
-    def __init__(self, directory: Path, finish: Callable[[], None]) -> None:
-        """finish: called on the coordinator, when all ranks have written."""
-        self._directory, self._finish = directory, finish
+    def __init__(self, directory: Path, begin: Callable[[], None], finish: Callable[[], None]) -> None:
+        """begin, finish: called on the coordinator, before the files are created and when all ranks
+        have written."""
+        self._directory, self._begin, self._finish = directory, begin, finish
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See ``StorageWriter``."""
@@ -117,6 +110,7 @@ class TensorFileWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files with their headers, on one rank, and give each rank the place of each
         tensor."""
+        self._begin()
         layouts: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = defaultdict(dict)
         for item in (item for plan in plans for item in plan.items):
             file, _, name = item.index.fqn.partition(_SPLIT)

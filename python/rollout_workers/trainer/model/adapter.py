@@ -6,23 +6,22 @@ PEFT is imported by the first adapter: it takes seconds, and most runs train all
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout.config.v1.run_config_pb2 import RunConfig
+from rollout_workers.trainer.distributed.ranks import Ranks
 from rollout_workers.trainer.distributed.shards import gathered, whole
 from rollout_workers.trainer.types import BadSettings
-from rollout_workers.weights import named_weights
-from rollout_workers.weights.digest import PREFIX, tensor_node
+from rollout_workers.weights import named_weights, streamed_digest
 from rollout_workers.weights.store import ADAPTER_FILE, WeightsUnreadable
 from rollout_workers.weights.tensor_file import read_tensors
 
@@ -108,13 +107,14 @@ class Adapter:
         """
         return self._weights(self._merged)
 
-    def base_digests(self) -> Mapping[str, str]:
+    def base_digests(self, ranks: Ranks) -> Mapping[str, str]:
         """The digest of each tensor that the adapters belong to, without a trained head, by Hugging
-        Face name. Computed once; every rank must call it."""
+        Face name. Computed once, by rank 0; every rank must call it, and the others get none."""
         if self._base_digests is None:
             frozen = self._weights(lambda _layer, _rest, tensor: whole(tensor), trained=False)
-            with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # one gathered tensor at a time
-                self._base_digests = {name: PREFIX + tensor_node(name, tensor, pool).hex() for name, tensor in frozen}
+            if ranks.rank:
+                deque(frozen, maxlen=0)  # rank 0 gathers them
+            self._base_digests = {} if ranks.rank else streamed_digest(frozen)[0].tensors
         return self._base_digests
 
     def _weights(self, adapted: Callable[[str, str, Tensor], Tensor], *, trained: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -152,14 +152,6 @@ class Adapter:
             return f"was trained with `lora.alpha` = {saved.lora_alpha:g}, but the run's config has {own.lora_alpha:g}"
         lost = sorted(tensors.keys() - self.tensors().keys())
         return f"has {lost[0]}, which the run's `lora.targets` and `lora.dora` exclude" if lost else ""
-
-    def write(self, directory: str | os.PathLike[str], tensors: Mapping[str, Tensor], model: Path) -> None:
-        """Write gathered adapters as a folder that ``AutoPeftModelForCausalLM`` loads. model: the
-        folder of the run's model."""
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        self.save_settings(directory, model)
-        copied = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(copied, Path(directory) / ADAPTER_FILE, metadata={"format": "pt"})
 
     def save_settings(self, directory: str | os.PathLike[str], model: Path) -> None:
         """Write ``adapter_config.json``. model: the folder of the run's model."""
