@@ -116,14 +116,15 @@ class Learner:
             return await self._thread.run(evaluate)
 
     async def save(self, step: int, directory: str) -> tuple[list[SnapshotFile], str]:
-        """Write the state of ``step`` to a folder; only a copy in memory delays the next step.
-        Returns its files with digests, and the digest of the weights. Raises ``StepMismatch``,
-        ``BaseModelChanged``, ``OSError``."""
+        """Write the state of ``step`` to a folder; only a copy in memory delays the next step, and
+        the digest of merged adapters if ``step`` has none yet. Returns its files with digests, and
+        the digest of the weights. Raises ``StepMismatch``, ``BaseModelChanged``, ``OSError``."""
         root = Path(directory)
 
         def begin(trainer: Trainer) -> tuple[Saving, str]:
             _require_step(trainer, step, "save")
-            return trainer.begin_save(root), trainer.weights_digest().root if trainer.adapts else ""
+            saving = trainer.begin_save(root)
+            return saving, (self.weights.digest or self.weights.compute_digest(trainer)) if trainer.adapts else ""
 
         def end() -> tuple[list[SnapshotFile], str]:
             files = [_described(root, path) for path in saving.result()]

@@ -11,27 +11,38 @@ _PREPARE_SECONDS = 0.02
 
 
 class PublishedWeights:
-    """Publishes the trainer's weights. ``digest``: of the current weights; empty before the first
-    ``read_digest``."""
+    """Publishes the trainer's weights."""
 
     def __init__(self, thread: TrainerThread, publication: Publication) -> None:
         self._thread, self._publication = thread, publication
-        self.digest = ""
+        self._digested = -1, ""  # a step, and the digest of its weights
+
+    @property
+    def digest(self) -> str:
+        """The digest of the current weights; empty if it was not computed."""
+        step, digest = self._digested
+        return digest if step == self._thread.step else ""
 
     async def read_digest(self) -> None:
         """Compute ``digest`` from the trainer's weights."""
-        self.digest = (await self._thread.run(lambda trainer: trainer.weights_digest())).root
+        await self._thread.run(self.compute_digest)
+
+    def compute_digest(self, trainer: Trainer) -> str:
+        """``read_digest`` for calls that run in the trainer's thread already; blocks."""
+        self._digested = trainer.step, trainer.weights_digest().root
+        return self._digested[1]
 
     async def publish(self) -> WeightsManifest:
         """Write the weights of the current step."""
         manifest = await self._thread.run(self.write)
         self.prepare()
-        self.digest = manifest.digest
         return manifest
 
     def write(self, trainer: Trainer) -> WeightsManifest:
         """``publish`` for calls that run in the trainer's thread already; blocks."""
-        return self._publication.publish(trainer)
+        manifest = self._publication.publish(trainer)
+        self._digested = trainer.step, manifest.digest
+        return manifest
 
     def prepare(self) -> None:
         """Reserve memory for the next weights, a moment later so that it does not delay this

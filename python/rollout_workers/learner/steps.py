@@ -108,13 +108,12 @@ class Steps:
                 result.weights.CopyFrom(self._weights.write(trainer))
                 result.weights_digest = result.weights.digest
             elif self._digests:
-                result.weights_digest = trainer.weights_digest().root
+                result.weights_digest = self._weights.compute_digest(trainer)
             result.metrics["time/publish"] = time.perf_counter() - began
 
         await self._thread.run(finish)
         if publish:
             self._weights.prepare()
-        self._weights.digest = result.weights_digest
         self._last = replace(self._last, finished=True) if self._last else None
 
     def _step(self, trainer: Trainer, samples: list[TrainSample], step: int, progress: Progress) -> pb.TrainResult:

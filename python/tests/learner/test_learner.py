@@ -34,7 +34,7 @@ class SlowTrainer:
         def result() -> list[Path]:
             self.saving.set()
             assert self.go.wait(60)
-            (directory / "weights").mkdir()
+            (directory / "weights").mkdir(exist_ok=True)
             (directory / "weights" / "rollout_weights.json").write_text(json.dumps(copied))
             return []
 
@@ -71,6 +71,34 @@ async def test_a_saved_state_has_the_digest_of_its_weights(tmp_path: Path) -> No
     assert not saved.done() and learner.activity.startswith("saving the state of step 0")
     trainer.go.set()
     assert (await saved)[1] == "of step 0"
+    thread.close()
+
+
+async def test_a_save_of_adapters_hashes_the_model_only_if_the_step_has_no_digest(tmp_path: Path) -> None:
+    class Adapting(SlowTrainer):
+        adapts, digests = True, 0
+
+        def weights_digest(self) -> Any:
+            self.digests += 1
+            return super().weights_digest()
+
+    async def nothing() -> list[TrainSample]:
+        return []
+
+    trainer = Adapting()
+    trainer.go.set()
+    trainer.train.set()
+    thread = await TrainerThread.start(lambda: cast(Any, trainer))
+    learner = Learner(thread, cast(Any, FullDisk(0)), digests=False)
+    await learner.initialize("", 0)
+    for step, publish, hashed in ((1, True, 1), (2, False, 2), (3, True, 2)):
+        batch = Batch(run_id="run", step=step, batch_id=f"b{step}")
+        await learner.train(batch, publish, lambda: asyncio.ensure_future(nothing()), lambda *_: None)
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        for _ in range(2):
+            assert (await learner.save(step, str(folder)))[1] == f"of step {step}"
+        assert trainer.digests == hashed
     thread.close()
 
 
