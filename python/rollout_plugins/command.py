@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from rollout.environments import PLUGINS
 from rollout.environments import install as environments
 from rollout.errors import RolloutError
+from rollout.hosting.manifest import is_manifest, read_manifest
 from rollout.hosting.wire import PluginError
 from rollout_plugins import listing, packages, scaffold
 
@@ -26,30 +29,34 @@ def command(spec: str) -> int:
 
     The exit code is 1 with ``{"error": {"reason", "message", "fix", "file", "line"}}``.
     """
-    request = json.loads(Path(spec).read_text())
+    return answered(lambda: _answer(json.loads(Path(spec).read_text()), spec))
+
+
+def answered(answer: Callable[[], dict[str, Any]]) -> int:
+    """Print an answer or its error. Returns the exit code."""
     out = sys.stdout
     try:
         with redirect_stdout(sys.stderr):  # what a plugin prints
-            answer = _answer(request)
+            body = answer()
     except RolloutError as error:
         place = {"file": error.place.file, "line": error.place.line} if error.place is not None else {}
         json.dump({"error": {"reason": error.reason, "message": error.message, "fix": error.fix, **place}}, out)
         out.flush()
         return 1
-    json.dump(answer, out)
+    json.dump(body, out)
     out.flush()
     return 0
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
+def _answer(request: dict[str, Any], spec: str) -> dict[str, Any]:
     if request.get("list"):
         return listing.listed(request.get("folder") or ".")
     if "new" in request:
         return scaffold.new(request["new"], request["name"], request["language"], request["folder"])
     if "test" in request:
-        from rollout_plugins.testing.session import test  # grpc and numpy take a while to import
-
-        return test(request)
+        plugin = request["test"]
+        served = is_manifest(plugin) and bool(read_manifest(plugin, request["base_dir"]).address)
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "rollout_plugins.isolated", spec, *(["served"] if served else [])])
     if "install" in request:
         again = bool(request.get("again"))
         if request["install"] not in PLUGINS:

@@ -16,7 +16,6 @@ from rollout.errors import RolloutError
 from rollout.hosting.manifest import is_manifest, read_manifest
 from rollout.plugin import split_plugin
 from rollout.plugin.installed import KINDS, PluginNotInstalled, installed, is_installed, normal
-from rollout_plugins.testing.isolation import cut_off_network
 from rollout_plugins.testing.report import CheckFailed, Report, SamplesInvalid, Verdict
 from rollout_plugins.testing.subject import Hosted, Json, Subject, folder_of
 
@@ -42,9 +41,9 @@ _BATCH = 64
 _MEMORY_SECONDS, _MEMORY_CALLS, _GROWTH = 2.0, 200, 32 << 20
 
 
-def test(request: Json) -> Json:
-    """Answer the request of a test (``rollout_plugins.command``). Takes the network from this
-    process."""
+def test(request: Json, kept: str) -> Json:
+    """Answer the request of a test (``rollout_plugins.command``). kept: why this process has a
+    network; empty if it has none."""
     plugin, base_dir = request["test"], request["base_dir"]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     samples = _samples_file(plugin, base_dir, request.get("samples", ""))
@@ -53,8 +52,6 @@ def test(request: Json) -> Json:
     if kind not in KINDS:
         raise SamplesInvalid(f"the kind `{kind}` is unknown", fix=f"write one of: {', '.join(KINDS)}")
     manifest = read_manifest(plugin, base_dir, kind=kind) if is_manifest(plugin) else None
-    served = manifest is not None and bool(manifest.address)
-    kept = "it is served by another program" if served else cut_off_network()
     timeout = float(request.get("timeout") or 10.0)
     if kind in ("advantage", "loss"):
         from rollout_plugins.testing.tensors import InLearner  # torch

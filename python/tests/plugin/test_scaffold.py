@@ -119,16 +119,41 @@ def test_what_is_wrong_has_a_verdict(which: str, tmp_path: Path) -> None:
     assert failed.check == which and message in failed.detail and failed.fix, report
 
 
-def test_a_plugin_has_no_network(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(
-        "import socket\ndef f(samples):\n    socket.create_connection(('192.0.2.1', 80), 5)\n    return [1.0] * len(samples)\n"
-    )
+NETWORK = "import socket\ndef f(samples):\n    socket.create_connection(('192.0.2.1', 80), 5)\n    return [1.0] * len(samples)\n"
+ORDINARY = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]  # reads the files of root
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="network namespaces")
+@pytest.mark.parametrize("user", ["own", "ordinary"])
+def test_a_plugin_has_no_network(user: str, tmp_path: Path) -> None:
+    """Also that of an ordinary user, whose process must have one thread when the network is cut
+    off."""
+    root = os.getuid() == 0
+    command = [*ORDINARY] if root and user == "ordinary" else []
+    if subprocess.run([*command, "unshare", "--net", *([] if root and not command else ["--user"]), "true"]).returncode:
+        pytest.skip("this system allows no network namespaces")
+    (tmp_path / "net.py").write_text(NETWORK)
     (tmp_path / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
-    report = check("net.py:f", base_dir=tmp_path, kind="reward")
-    if report.verdicts[0].verdict == "skip":
-        pytest.skip(report.verdicts[0].detail)
-    golden = report.verdicts[2]
-    assert golden.verdict == "fail" and "Network is unreachable" in golden.detail and "net.py:3" in golden.detail, report
+    request = {"test": "net.py:f", "base_dir": str(tmp_path), "kind": "reward", "samples": "", "timeout": 10.0}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    command += [sys.executable, "-m", "rollout_plugins", "plugin", "--spec", f"{tmp_path}/request.json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    verdicts = json.loads(done.stdout)["report"]["verdicts"]
+    assert (verdicts[0]["check"], verdicts[0]["verdict"]) == ("network", "pass"), verdicts
+    assert verdicts[2]["verdict"] == "fail", verdicts
+    assert "Network is unreachable" in verdicts[2]["detail"] and "net.py:3" in verdicts[2]["detail"]
+
+
+@pytest.mark.skipif(not Path("/proc/sys/user").exists(), reason="namespaces")
+def test_a_system_without_namespaces_is_named() -> None:
+    """The process is left as it is."""
+    code = (
+        "import errno, os\nfrom rollout_plugins import isolation\n"
+        "def refused():\n    os.chdir('/proc')\n    raise OSError(errno.EPERM, '')\n"
+        "isolation._enter = refused\nprint(isolation.cut_off_network(), os.getcwd())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, cwd="/", text=True)
+    assert done.stdout == "a network namespace can't be made: Operation not permitted /\n"
 
 
 @pytest.mark.parametrize(

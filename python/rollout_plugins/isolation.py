@@ -19,17 +19,29 @@ def cut_off_network() -> str:
     loopback interface. Returns why that is not possible; empty if it was done."""
     if sys.platform != "linux":
         return "this system has no network namespaces"
+    if not (trial := os.fork()):  # some systems allow a namespace, but nothing in it
+        try:
+            _enter()
+        except OSError as error:
+            os._exit(error.errno or 1)
+        os._exit(0)
+    if code := os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1]):
+        return f"a network namespace can't be made: {os.strerror(code) if code > 0 else f'signal {-code}'}"
+    _enter()
+    return ""
+
+
+def _enter() -> None:
+    """Raises ``OSError``."""
     uid, gid = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
-    flags = _NEWNET if uid == 0 else _NEWNET | _NEWUSER
-    if libc.unshare(flags):
-        return f"a network namespace can't be made: {os.strerror(ctypes.get_errno())}"
+    if libc.unshare(_NEWNET if uid == 0 else _NEWNET | _NEWUSER):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     if uid:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     _loopback_up()
-    return ""
 
 
 def _loopback_up() -> None:
