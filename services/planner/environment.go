@@ -5,10 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"regexp"
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
@@ -77,30 +77,54 @@ func (d *environmentCheck) answer(answer *probe.Answer, err error, pythonWorks b
 	if d.ours() {
 		field, name = environmentArgs, d.config.GetKind()
 	}
+	played := playedEnvironment{name, field, d.findings, d.files}.answer(answer, err, pythonWorks)
+	if played == nil {
+		return
+	}
+	d.saves = played.Saves
+	for _, tool := range played.Tools {
+		d.tools = append(d.tools, &planv1.Tool{
+			Server: tool.Server, Name: tool.Name, Description: tool.Description, ParametersJson: tool.Parameters, Digest: tool.Digest,
+		})
+	}
+	d.files.install(played.Plugins)
+}
+
+// playedEnvironment is an environment that Python has made and played. field is its key.
+type playedEnvironment struct {
+	name, field string
+	findings    findings
+	files       *files
+}
+
+// answer reports what was wrong, or pins the files of the environment and returns what Python
+// found; nil if something was wrong.
+func (p playedEnvironment) answer(answer *probe.Answer, err error, pythonWorks bool) *probe.EnvironmentAnswer {
 	var python *probe.Error
 	switch {
 	case errors.As(err, &python):
-		d.findings.problems.Add(d.files.pythonProblem(python, field))
+		p.findings.problems.Add(p.files.pythonProblem(python, p.field))
+		return nil
 	case err != nil && pythonWorks: // then the environment ended the process
-		d.findings.report(field, "ENVIRONMENT_EXITED", fmt.Sprintf("`%s` ended its process: %v", name, err),
+		p.findings.report(p.field, "ENVIRONMENT_EXITED", fmt.Sprintf("`%s` ended its process: %v", p.name, err),
 			"run an episode of it in Python to see the reason")
+		return nil
 	case err != nil || answer == nil || answer.Environment == nil: // reported already
-	case answer.Environment.Error != nil:
-		d.findings.problems.Add(d.files.pythonProblem(answer.Environment.Error, field))
-	default:
-		d.saves = answer.Environment.Saves
-		for _, tool := range answer.Environment.Tools {
-			d.tools = append(d.tools, &planv1.Tool{
-				Server: tool.Server, Name: tool.Name, Description: tool.Description, ParametersJson: tool.Parameters, Digest: tool.Digest,
-			})
-		}
-		d.files.install(answer.Environment.Plugins)
-		for _, file := range answer.Environment.Files {
-			d.files.add(&planv1.Input{
-				Role: planv1.InputRole_INPUT_ROLE_ENVIRONMENT, Path: input.Relative(d.files.baseDir, file, name),
-			})
-		}
+		return nil
 	}
+	found := answer.Environment
+	if found.Error != nil {
+		field := p.field
+		if found.Error.Reason == "POLICY_UNFIT" {
+			field = "model.path"
+		}
+		p.findings.problems.Add(p.files.pythonProblem(found.Error, field))
+		return nil
+	}
+	for _, file := range found.Files {
+		p.files.add(&planv1.Input{Role: planv1.InputRole_INPUT_ROLE_ENVIRONMENT, Path: input.Relative(p.files.baseDir, file, p.name)})
+	}
+	return found
 }
 
 // pluginFile is the file of `file.py:name` or `plugin.toml:NAME`.
@@ -112,13 +136,8 @@ func pluginFile(plugin string) string {
 // isInstalled reports whether a plugin is of an installed package, `DISTRIBUTION:NAME`.
 func isInstalled(plugin string) bool {
 	file := pluginFile(plugin)
-	return isPlugin(plugin) && !strings.HasSuffix(file, ".py") && !strings.HasSuffix(file, ".toml")
+	return planformat.IsPlugin(plugin) && !strings.HasSuffix(file, ".py") && !strings.HasSuffix(file, ".toml")
 }
-
-var pluginForm = regexp.MustCompile(`^([^:]+\.(py|toml)|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?):[A-Za-z_][A-Za-z0-9_]*$`)
-
-// isPlugin reports whether a text has the form of a plugin.
-func isPlugin(text string) bool { return pluginForm.MatchString(text) }
 
 // isManifest reports whether a plugin is named by the manifest of a sidecar.
 func isManifest(plugin string) bool { return strings.HasSuffix(pluginFile(plugin), ".toml") }

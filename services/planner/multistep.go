@@ -2,12 +2,9 @@ package planner
 
 import (
 	"encoding/json"
-	"errors"
-	"fmt"
 	"regexp"
 
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
-	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
 	"github.com/rollout-rl/rollout/services/planner/probe"
 )
@@ -50,26 +47,5 @@ func (d *multistepCheck) request(rows *input.Dataset, model *input.Model) *probe
 // answer reports what was wrong with the environment or the policy, or pins the files of the
 // environment.
 func (d *multistepCheck) answer(answer *probe.Answer, err error, pythonWorks bool) {
-	name := d.config.GetMultistep().GetEnvironment()
-	var python *probe.Error
-	switch {
-	case errors.As(err, &python):
-		d.findings.problems.Add(d.files.pythonProblem(python, multistepEnvironment))
-	case err != nil && pythonWorks: // then the environment ended the process
-		d.findings.report(multistepEnvironment, "ENVIRONMENT_EXITED", fmt.Sprintf("`%s` ended its process: %v", name, err),
-			"run an episode of it in Python to see the reason")
-	case err != nil || answer == nil || answer.Environment == nil: // reported already
-	case answer.Environment.Error != nil:
-		field := multistepEnvironment
-		if answer.Environment.Error.Reason == "POLICY_UNFIT" {
-			field = "model.path"
-		}
-		d.findings.problems.Add(d.files.pythonProblem(answer.Environment.Error, field))
-	default:
-		for _, file := range answer.Environment.Files {
-			d.files.add(&planv1.Input{
-				Role: planv1.InputRole_INPUT_ROLE_ENVIRONMENT, Path: input.Relative(d.files.baseDir, file, name),
-			})
-		}
-	}
+	playedEnvironment{d.config.GetMultistep().GetEnvironment(), multistepEnvironment, d.findings, d.files}.answer(answer, err, pythonWorks)
 }

@@ -80,7 +80,7 @@ func (d *sourceCheck) fetch(ctx context.Context) error {
 	slices.Sort(models)
 	for _, field := range models {
 		path := d.modelPaths()[field]
-		request.Models = append(request.Models, probe.Model{Name: d.pinnedModel(path), Patterns: input.ModelFiles})
+		request.Models = append(request.Models, probe.Model{Name: d.pinnedModel(path), Patterns: d.modelFiles()})
 	}
 	if len(fields)+len(models) == 0 {
 		return nil
@@ -190,7 +190,7 @@ func (f *files) converted(path string) bool {
 	if path == "" {
 		return false
 	}
-	if isPlugin(path) {
+	if planformat.IsPlugin(path) {
 		return true
 	}
 	info, err := os.Stat(input.Resolve(f.baseDir, path))
@@ -295,6 +295,15 @@ func (d *sourceCheck) pinnedModel(path string) string {
 		}
 	}
 	return path
+}
+
+// modelFiles are the patterns of the files of a model that are downloaded. A run whose policy acts
+// for many steps has no other model.
+func (d *sourceCheck) modelFiles() []string {
+	if d.config.GetMultistep() != nil {
+		return input.PolicyFiles
+	}
+	return input.ModelFiles
 }
 
 // modelAnswer links the folder of a model in the cache of Hugging Face into the folder of inputs.

@@ -1,13 +1,16 @@
 package planner
 
 import (
+	"encoding/json"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
+	"sync"
 	"testing"
 
 	planformat "github.com/rollout-rl/rollout/libs/plan"
@@ -221,6 +224,78 @@ func TestAModelOfTheHub(t *testing.T) {
 			p := create(t, s, dir, `model.path="Qwen/Qwen2.5-0.5B"`).GetProblems()
 			if len(p) != 1 || p[0].GetReason() != c.reason || p[0].GetField() != "model.path" || p[0].GetFix() == "" {
 				t.Errorf("%v", p)
+			}
+		})
+	}
+}
+
+// hubModel is a hub with one model, whose files it serves.
+func hubModel(t *testing.T, name string, files map[string]string) (address string, asked func() []string) {
+	t.Helper()
+	const commit = "0123456789012345678901234567890123456789"
+	var lock sync.Mutex
+	var fetched []string
+	hub := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.HasPrefix(r.URL.Path, "/api/models/"+name) {
+			var siblings, tree []map[string]any
+			for file, text := range files {
+				siblings = append(siblings, map[string]any{"rfilename": file})
+				tree = append(tree, map[string]any{"type": "file", "path": file, "size": len(text), "oid": file})
+			}
+			if strings.Contains(r.URL.Path, "/tree/") {
+				_ = json.NewEncoder(w).Encode(tree)
+				return
+			}
+			_ = json.NewEncoder(w).Encode(map[string]any{"id": name, "sha": commit, "siblings": siblings})
+			return
+		}
+		file := strings.TrimPrefix(r.URL.Path, "/"+name+"/resolve/"+commit+"/")
+		text, ok := files[file]
+		if !ok {
+			http.NotFound(w, r)
+			return
+		}
+		lock.Lock()
+		fetched = append(fetched, file)
+		lock.Unlock()
+		w.Header().Set("X-Repo-Commit", commit)
+		w.Header().Set("ETag", fmt.Sprintf("%q", file))
+		w.Header().Set("Content-Length", strconv.Itoa(len(text)))
+		if r.Method != http.MethodHead {
+			_, _ = w.Write([]byte(text))
+		}
+	}))
+	t.Cleanup(hub.Close)
+	return hub.URL, func() []string {
+		lock.Lock()
+		defer lock.Unlock()
+		slices.Sort(fetched)
+		return slices.Compact(fetched)
+	}
+}
+
+// The code of a policy is downloaded with it, and that of a language model is not.
+func TestAPolicyOfTheHubIsDownloadedWithItsCode(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		set  []string
+		want []string
+	}{
+		"policy":         {[]string{`multistep.environment="walk.py:Walk"`}, []string{"config.json", "policy.py"}},
+		"language model": {nil, []string{"config.json"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			hub, asked := hubModel(t, "us/policy", map[string]string{"config.json": "{}", "policy.py": "", "README.md": ""})
+			cfg, dir := prober(t), project(t, exact)
+			cfg.Env = append(slices.Clone(cfg.Env), "HF_ENDPOINT="+hub, "HF_HOME="+t.TempDir())
+			s, err := New(cfg)
+			if err != nil {
+				t.Fatal(err)
+			}
+			found := create(t, s, dir, append(c.set, `model.path="us/policy"`)...)
+			if got := asked(); !slices.Equal(got, c.want) {
+				t.Errorf("downloaded are %v: %v", got, found.GetProblems())
 			}
 		})
 	}

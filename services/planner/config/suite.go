@@ -3,8 +3,10 @@ package config
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/suite"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
@@ -32,6 +34,9 @@ func (r *checker) suites() {
 		if one.GetData().GetEval() == "" && r.Readable(field("data")) && !r.Wrote("data.eval") {
 			missing("data", "has no rows", "write `data = \"heldout.jsonl\"`")
 		}
+		if planformat.IsPlugin(s.GetData()) && r.Readable(field("data")) {
+			conflict("data", "is a data source, whose rows a suite can't read", "write the rows to a JSON Lines file and name that")
+		}
 		if !algorithm.Rewarded(one) && r.Readable(field("reward")) && r.Readable("reward") && r.Readable(field("environment")) {
 			missing("reward", "has nothing that scores its samples", "write `reward = { plugin = \"reward.py:function\" }`, or a table [reward]")
 		}
@@ -41,17 +46,8 @@ func (r *checker) suites() {
 		if s.GetSamples() > 1 && s.Temperature != nil && s.GetTemperature() == 0 && r.Readable(field("samples")) && r.Readable(field("temperature")) {
 			conflict("temperature", "is 0, which gives equal samples of a row", "write `temperature = 1.0`, or `samples = 1`")
 		}
-		if s.Baseline != nil && err == nil && !hasWinRate(metrics) {
+		if s.Baseline != nil && err == nil && !slices.ContainsFunc(metrics, func(m suite.Metric) bool { return m.Kind == suite.WinRate }) {
 			conflict("baseline", "has no effect without the metric `win_rate`", "write `metrics = [\"win_rate\"]`, or remove it")
 		}
 	}
-}
-
-func hasWinRate(metrics []suite.Metric) bool {
-	for _, m := range metrics {
-		if m.Kind == suite.WinRate {
-			return true
-		}
-	}
-	return false
 }

@@ -46,6 +46,10 @@ func TestSuites(t *testing.T) {
 			"run.toml:23 CONFLICT eval.suites.games.reward `eval.suites.games.reward` has no effect: the environment scores its episodes; remove it",
 		},
 		{
+			"[eval.suites.sums]\ndata = \"rows.py:held\"\n",
+			"run.toml:21 CONFLICT eval.suites.sums.data `eval.suites.sums.data` is a data source, whose rows a suite can't read; write the rows to a JSON Lines file and name that",
+		},
+		{
 			"[eval.suites.sums]\nsamples = 0\n" + data,
 			"run.toml:21 OUT_OF_RANGE eval.suites.sums.samples `eval.suites.sums.samples` must be between 1 and 1024, got 0; write a number between 1 and 1024; the default is 1",
 		},

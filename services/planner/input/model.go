@@ -43,15 +43,15 @@ var ModelFiles = []string{
 	"special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "*.model",
 }
 
-// policyFiles are the patterns of the files that AutoModel reads for a policy that acts for many
+// PolicyFiles are the patterns of the files that AutoModel reads for a policy that acts for many
 // steps, which has no tokenizer and may have code.
-var policyFiles = []string{"config.json", "*.safetensors", "*.safetensors.index.json", "*.py"}
+var PolicyFiles = []string{"config.json", "*.safetensors", "*.safetensors.index.json", "*.py"}
 
 // ReadPolicy is ReadModel for a policy that acts for many steps.
 func ReadPolicy(folder, path, field string, problems *problem.List) *Model {
 	m := &Model{shapes: map[string][]int64{}}
 	r := modelReader{folder: folder, path: path, field: field, problems: problems, model: m}
-	if entries := r.list(policyFiles); entries != nil {
+	if entries := r.list(PolicyFiles); entries != nil {
 		r.config()
 		r.weights(m.Files, entries)
 	}

@@ -179,13 +179,16 @@ type Answer struct {
 	Teacher *struct {
 		Error *Error `json:"error"`
 	} `json:"teacher"`
-	Environment *struct {
-		Files   []string  `json:"files"`
-		Tools   []Tool    `json:"tools"` // of MCP servers
-		Plugins []Package `json:"plugins"`
-		Saves   bool      `json:"saves_episodes"`
-		Error   *Error    `json:"error"`
-	} `json:"environment"`
+	Environment *EnvironmentAnswer `json:"environment"`
+}
+
+// EnvironmentAnswer is what the probe found when it played an environment.
+type EnvironmentAnswer struct {
+	Files   []string  `json:"files"`
+	Tools   []Tool    `json:"tools"` // of MCP servers
+	Plugins []Package `json:"plugins"`
+	Saves   bool      `json:"saves_episodes"`
+	Error   *Error    `json:"error"`
 }
 
 // Package is an installed package with a plugin of a kind.
