@@ -15,8 +15,9 @@ import (
 
 const newLong = `Make a plugin in a new folder: code, golden samples, and a test that passes.
 
-KIND is reward, environment, tool, evaluation, data_source, advantage, or loss. A plugin in Python is a file, and a package that
-"rollout plugin install" installs; one in Go is a program with a manifest. Losses and advantage estimators are in Python.`
+KIND is reward, environment, tool, or data_source, or one that no configuration uses yet: evaluation, advantage, or loss. A plugin
+in Python is a file, and a package that "rollout plugin install" installs; one in Go is a program with a manifest. Losses and
+advantage estimators are in Python.`
 
 func newCommand(env *cli.Env) *cobra.Command {
 	var worker cli.WorkerFlag

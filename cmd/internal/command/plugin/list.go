@@ -52,7 +52,7 @@ manifests in a folder. Each has its kind, where it is from, version, digest, and
 		var table output.Table
 		table.Row(s.Bold("KIND"), s.Bold("NAME"), s.Bold("FROM"), s.Bold("VERSION"), s.Bold("DIGEST"), s.Bold("USE"))
 		for _, p := range got.Plugins {
-			table.Row(p.Kind, p.Name, p.From, p.Version, short(p.Digest), use(p))
+			table.Row(p.Kind, p.Name, p.From, p.Version, output.Short(p.Digest), use(p))
 		}
 		_, err = io.WriteString(env.Stdout, table.String())
 		return err
@@ -71,12 +71,6 @@ func use(p plugin) string {
 		return p.Use + ", after `rollout plugin install " + p.Name + "` (" + versions(p.Packages) + ")"
 	}
 	return p.Use
-}
-
-// short is the begin of a digest.
-func short(digest string) string {
-	_, hex, _ := strings.Cut(digest, "-")
-	return hex[:min(12, len(hex))]
 }
 
 // relative is a path as the user would write it here.

@@ -12,9 +12,9 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/output"
 )
 
-const pluginLong = `Make, test, list, and install plugins: rewards, environments, tools, evaluations, data sources, advantage estimators, and
-losses. A configuration names a plugin by its file, file.py:NAME, by the manifest of a sidecar, plugin.toml:NAME, or by the package
-that has it, DISTRIBUTION:NAME.`
+const pluginLong = `Make, test, list, and install plugins. A configuration can use rewards, environments, tools, and data sources. It names a plugin by
+its file, file.py:NAME, by the manifest of a sidecar, plugin.toml:NAME, or by the package that has it, DISTRIBUTION:NAME. Evaluations,
+advantage estimators, and losses can be made and tested, but no configuration uses them yet.`
 
 // Command returns `rollout plugin`.
 func Command(env *cli.Env) *cobra.Command {
