@@ -5,8 +5,14 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
+	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
 
 const suitesText = `[data]
@@ -53,7 +59,7 @@ func scoresOf(t *testing.T, folder, name, data string, words ...string) {
 				scores[i] = "null"
 			}
 		}
-		lines = append(lines, fmt.Sprintf(`{"row":%d,"scores":[%s],"parts":{"length":[%d,2]},"prompt":"<%d>","completions":["yes","no"]}`, row, strings.Join(scores, ","), row, row))
+		lines = append(lines, fmt.Sprintf(`{"row":%d,"scores":[%s],"parts":{"length":[%d,2],"mean":[0.5,%d]},"prompt":"<%d>","completions":["yes","no"]}`, row, strings.Join(scores, ","), row, row, row))
 	}
 	write(t, filepath.Join(folder, name+".scores.jsonl"), strings.Join(lines, "\n")+"\n")
 }
@@ -109,6 +115,131 @@ func TestEval(t *testing.T) {
 	}
 }
 
+// An evaluation of some suites keeps the results of the others, if they are of the same weights.
+func TestEvalKeepsResultsOfOtherSuites(t *testing.T) {
+	t.Parallel()
+	dir := evalFolder(t)
+	out := filepath.Join(dir, "out")
+	scoresOf(t, out, "sums", "blake3-aa", "AA", "Ab")
+	scoresOf(t, out, "chat", "blake3-bb", "Ab", "Ab")
+	run := func(digest, events string, args ...string) result {
+		answering, _ := worker(t, events+strings.ReplaceAll(evalEnd, "blake3-ef", digest), "0")
+		return call{}.run(t, append([]string{"eval", "--worker", answering, "--model", filepath.Join(dir, "model"), "--suite", filepath.Join(dir, "suites.toml"), "--output", out}, args...)...)
+	}
+	suites := func() (names []string) {
+		var kept struct{ Suites []struct{ Name string } }
+		if err := json.Unmarshal([]byte(read(t, filepath.Join(out, "results.json"))), &kept); err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range kept.Suites {
+			names = append(names, s.Name)
+		}
+		return names
+	}
+	for _, only := range []string{"sums", "chat"} {
+		if got := run("blake3-ef", "", "--only", only); got.code != 0 {
+			t.Fatal(got.text())
+		}
+	}
+	if got := suites(); !slices.Equal(got, []string{"chat", "sums"}) {
+		t.Errorf("kept are %v", got)
+	}
+	if page := read(t, filepath.Join(out, "index.html")); !strings.Contains(page, "<h2>sums</h2>") || !strings.Contains(page, "<h2>chat</h2>") {
+		t.Error("the page lacks a suite")
+	}
+	before := read(t, filepath.Join(out, "results.json"))
+	for name, events := range map[string]string{"at the end": "", "at the begin": `{"event": "begin", "rows": 4, "samples": 2, "model_digest": "blake3-00"}` + "\n"} {
+		got := run("blake3-00", events, "--only", "chat", "--restart")
+		if got.code != 65 || !strings.Contains(got.stderr, "EVAL_MODELS_DIFFER") || !strings.Contains(got.stderr, "has the digest blake3-ef, and this model blake3-00") {
+			t.Errorf("%s: %s", name, got.text())
+		}
+		if read(t, filepath.Join(out, "results.json")) != before {
+			t.Errorf("%s: the results have changed", name)
+		}
+	}
+	if got := run("blake3-00", ""); got.code != 0 || !strings.Contains(read(t, filepath.Join(out, "results.json")), "blake3-00") {
+		t.Error(got.text())
+	}
+}
+
+// The weights of a run have the digest of its snapshot only in the precision of the run.
+func TestEvalOfARunInAnotherPrecision(t *testing.T) {
+	t.Parallel()
+	dir, run := evalFolder(t), (&fake{}).run(runv1.RunState_RUN_STATE_SUCCEEDED, 3)
+	run.Plan.Config.Model.Dtype = proto.String("float32")
+	state := storedRun(t, run)
+	answering, kept := worker(t, evalEnd, "0")
+	out := filepath.Join(dir, "out")
+	scoresOf(t, out, "sums", "blake3-aa", "AA")
+	for dtype, want := range map[string]string{"": snapshot().GetWeightsDigest(), "float32": snapshot().GetWeightsDigest(), "bfloat16": ""} {
+		args := []string{"eval", "--worker", answering, "--state-dir", state, "--model", "addition-grpo", "--suite", filepath.Join(dir, "suites.toml"), "--output", out, "--only", "sums"}
+		if dtype != "" {
+			args = append(args, "--set", "model.dtype="+dtype)
+		}
+		got := call{}.run(t, args...)
+		var spec struct {
+			Digest string `json:"weights_digest"`
+			Config struct{ Model struct{ Dtype string } }
+		}
+		if err := json.Unmarshal([]byte(read(t, kept)), &spec); err != nil || got.code != 0 || spec.Digest != want || dtype != "" && spec.Config.Model.Dtype != dtype {
+			t.Errorf("%q: %v, %v, %s", dtype, err, spec, got.text())
+		}
+	}
+}
+
+// The rows of a data source are those of the plan of a run, also in a suite.
+func TestRowsOfADataSourceAreThoseOfThePlan(t *testing.T) {
+	t.Parallel()
+	dir := evalFolder(t)
+	run := (&fake{directory: filepath.Join(dir, "run")}).run(runv1.RunState_RUN_STATE_SUCCEEDED, 3)
+	run.Plan.Config.Data.Eval = proto.String("rows.py:held")
+	digest := "blake3-" + strings.Repeat("ab", 32)
+	run.Plan.Inputs = append(run.Plan.Inputs, &planv1.Input{
+		Role: planv1.InputRole_INPUT_ROLE_EVAL_DATA, Path: "rows.py:held", Digest: digest, Sources: []*planv1.Source{{Path: "rows.py:held"}},
+	})
+	state, out := storedRun(t, run), filepath.Join(dir, "out")
+	write(t, filepath.Join(dir, "source.toml"), strings.Replace(strings.ReplaceAll(suitesText, "data = \"test.jsonl\"\n", ""), "[data]\n", "[data]\neval = \"rows.py:held\"\n", 1))
+	scoresOf(t, out, "sums", "blake3-aa", "AA")
+	pinned := filepath.Join(dir, "run", "inputs", "rows", digest+".jsonl")
+	evaluated, sampled := "", ""
+	ask := func(command *string, end string, args ...string) result {
+		answering, kept := worker(t, end, "0")
+		got := call{}.run(t, append(args, "--worker", answering, "--state-dir", state)...)
+		if *command = ""; got.code == 0 {
+			*command = read(t, kept)
+		}
+		return got
+	}
+	suites := []string{"eval", "--model", "addition-grpo", "--suite", filepath.Join(dir, "source.toml"), "--output", out, "--only", "sums"}
+	batch := []string{"infer", "batch", "--run", "addition-grpo", "--no-reward", "--output", filepath.Join(dir, "a.jsonl")}
+	for name, got := range map[string]result{"eval": ask(&evaluated, evalEnd, suites...), "infer": ask(&sampled, batchEnd, batch...)} {
+		if got.code != 66 || !strings.Contains(got.stderr, "cannot read the rows of the data source rows.py:held that run "+runID+" has stored: no such file") {
+			t.Errorf("%s without the file: %s", name, got.text())
+		}
+	}
+	write(t, pinned, "{}\n")
+	for name, got := range map[string]result{"eval": ask(&evaluated, evalEnd, suites...), "infer": ask(&sampled, batchEnd, batch...)} {
+		if got.code != 0 {
+			t.Errorf("%s: %s", name, got.text())
+		}
+	}
+	for _, spec := range []string{evaluated, sampled} {
+		if !strings.Contains(spec, `"data":"`+pinned+`"`) || !strings.Contains(spec, `"split":""`) {
+			t.Errorf("the worker got %s", spec)
+		}
+	}
+	// a model without a plan
+	for name, got := range map[string]result{
+		"infer": ask(&sampled, batchEnd, "infer", "batch", "--model", filepath.Join(dir, "model"), "--data", "rows.py:held", "--output", filepath.Join(dir, "b.jsonl")),
+		"eval": ask(&evaluated, evalEnd, "eval", "--model", filepath.Join(dir, "model"), "--output", out,
+			"--suite", filepath.Join(dir, "source.toml"), "--only", "chat"),
+	} {
+		if got.code != 65 || !strings.Contains(got.stderr, "the rows of the data source rows.py:held are those of a plan") {
+			t.Errorf("%s: %s", name, got.text())
+		}
+	}
+}
+
 func TestEvalRefusals(t *testing.T) {
 	t.Parallel()
 	dir := evalFolder(t)
@@ -159,9 +290,14 @@ func TestCompareEvaluations(t *testing.T) {
 		t.Fatal(err)
 	}
 	write(t, filepath.Join(dir, "old", "results.json"), `{"format": 0}`)
-	write(t, filepath.Join(dir, "other", "results.json"), `{"format": 1, "suites": []}`)
+	write(t, filepath.Join(dir, "other", "results.json"), `{"format": 2, "suites": []}`)
+	// folders that have the names of runs
+	if got := (call{}).run(t, "compare", "--state-dir", left(t), filepath.Join(dir, "empty"), filepath.Join(dir, "model")).text(); strings.Contains(got, "results.json") {
+		t.Errorf("the folders were compared: %s", got)
+	}
 	table := ""
-	for _, args := range []string{"DIR/a DIR/c", "DIR/a DIR/empty", "DIR/a DIR/old", "DIR/a DIR/other", "DIR/a DIR/b DIR/c"} {
+	scoresOf(t, filepath.Join(dir, "begun"), "sums", "blake3-aa", "AB")
+	for _, args := range []string{"DIR/a DIR/c", "DIR/a DIR/empty", "DIR/a DIR/begun", "DIR/empty DIR/begun", "DIR/a DIR/old", "DIR/a DIR/other", "DIR/a DIR/b DIR/c"} {
 		table += "compare " + args + "\n" + compare(strings.Fields(args)...) + "\n"
 	}
 	golden(t, "testdata/command/compare-eval-refused.txt", table)

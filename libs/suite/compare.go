@@ -4,24 +4,31 @@ import "math"
 
 // Difference is that of two models in one metric, by the rows that both have.
 type Difference struct {
-	Metric      string  `json:"metric"`
-	A           float64 `json:"a"`
-	B           float64 `json:"b"`
-	Difference  float64 `json:"difference"` // B less A
-	Stderr      float64 `json:"stderr"`
-	Low         float64 `json:"low"`
-	High        float64 `json:"high"`
-	P           float64 `json:"p"` // probability of a difference at least as large between equal models
-	Test        string  `json:"test"`
-	Rows        int     `json:"rows"`
-	Significant bool    `json:"significant"` // P < 0.05
+	Metric      string   `json:"metric"`
+	Part        bool     `json:"part"` // as of Value
+	A           float64  `json:"a"`
+	B           float64  `json:"b"`
+	Difference  float64  `json:"difference"` // B less A
+	Stderr      *float64 `json:"stderr"`     // null: unknown, as of one cluster
+	Low         *float64 `json:"low"`        // null, like High: the rows are of one cluster or differ by the same
+	High        *float64 `json:"high"`
+	P           *float64 `json:"p"` // probability of a difference at least as large between equal models; null: Untested
+	Test        string   `json:"test"`
+	Rows        int      `json:"rows"`
+	Significant bool     `json:"significant"` // P < 0.05
 }
 
 // Kinds of tests.
 const (
-	McNemar = "mcnemar" // exact, of rows that one of two models passes
-	Paired  = "paired"  // of the mean difference of a row, by the central limit theorem over clusters
+	McNemar  = "mcnemar" // exact, of rows that one of two models passes
+	Paired   = "paired"  // of the mean difference of a row, by the central limit theorem over clusters
+	Untested = "none"    // there are fewer than MinClusters
 )
+
+// MinClusters is how many rows, or clusters of related ones, Paired needs. With few, the test finds
+// too many differences between equal models, and fewer than 20 to 50 are few (Cameron and Miller
+// 2015, A Practitioner's Guide to Cluster-Robust Inference, section VI).
+const MinClusters = 20
 
 // Compare compares two models by the rows that have a value with both. ok: there are some.
 func (m Metric) Compare(a, b []Row, passScore float64) (d Difference, ok bool) {
@@ -46,19 +53,27 @@ func (m Metric) Compare(a, b []Row, passScore float64) (d Difference, ok bool) {
 		return Difference{}, false
 	}
 	mean, stderr, count := clustered(differences, clusters)
-	d = Difference{
-		Metric: m.String(), A: meanOf(first), B: meanOf(second), Difference: mean, Stderr: stderr, Rows: len(differences), Test: Paired,
-		Low: mean - z95*stderr, High: mean + z95*stderr, P: 1,
+	d = Difference{Metric: m.String(), A: meanOf(first), B: meanOf(second), Difference: mean, Rows: len(differences), Test: Paired}
+	if count > 1 {
+		d.Stderr = &stderr
 	}
+	if stderr > 0 {
+		low, high := mean-z95*stderr, mean+z95*stderr
+		d.Low, d.High = &low, &high
+	}
+	p := 1.0
 	switch {
 	case count == len(differences) && binary(first) && binary(second):
-		d.Test, d.P = McNemar, mcnemar(differences)
+		d.Test, p = McNemar, mcnemar(differences)
+	case count < MinClusters:
+		d.Test = Untested
+		return d, true
 	case stderr > 0:
-		d.P = math.Erfc(math.Abs(mean/stderr) / math.Sqrt2)
-	case mean != 0 && count > 1: // each row differs by the same
-		d.P = 0
+		p = math.Erfc(math.Abs(mean/stderr) / math.Sqrt2)
+	case mean != 0: // each row differs by the same: the sign test
+		p = math.Exp2(float64(1 - count))
 	}
-	d.Significant = d.P < 0.05
+	d.P, d.Significant = &p, p < 0.05
 	return d, true
 }
 

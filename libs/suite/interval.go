@@ -1,7 +1,7 @@
 package suite
 
 import (
-	"cmp"
+	"maps"
 	"math"
 	"slices"
 )
@@ -19,20 +19,22 @@ type Row struct {
 
 // Value is a metric with its interval of 95 %.
 type Value struct {
-	Metric   string  `json:"metric"`
-	Value    float64 `json:"value"`
-	Stderr   float64 `json:"stderr"`
-	Low      float64 `json:"low"`
-	High     float64 `json:"high"`
-	Rows     int     `json:"rows"`     // with enough samples that have a score
-	Clusters int     `json:"clusters"` // the rows, or groups of related ones
-	Interval string  `json:"interval"` // Wilson or Normal
+	Metric   string   `json:"metric"`
+	Part     bool     `json:"part"` // of the reward: the mean of one of its further numbers
+	Value    float64  `json:"value"`
+	Stderr   *float64 `json:"stderr"` // null: unknown, as of one cluster
+	Low      *float64 `json:"low"`    // null, like High: unknown
+	High     *float64 `json:"high"`
+	Rows     int      `json:"rows"`     // with enough samples that have a score
+	Clusters int      `json:"clusters"` // the rows, or groups of related ones
+	Interval string   `json:"interval"` // Wilson, Normal, or None
 }
 
 // Kinds of intervals.
 const (
 	Wilson = "wilson" // of a share of rows
 	Normal = "normal" // of a mean, by the central limit theorem over clusters
+	None   = "none"   // the values are of one cluster or all equal: their variance is unknown
 )
 
 // Compute returns a metric over the rows. ok: a row has a value.
@@ -42,15 +44,27 @@ func (m Metric) Compute(rows []Row, passScore float64) (v Value, ok bool) {
 		return Value{}, false
 	}
 	mean, stderr, count := clustered(values, clusters)
-	v = Value{Metric: m.String(), Value: mean, Stderr: stderr, Rows: len(values), Clusters: count, Interval: Normal}
-	v.Low, v.High = mean-z95*stderr, mean+z95*stderr
-	if m.bounded() {
-		v.Low, v.High = max(0, v.Low), min(1, v.High)
+	v = Value{Metric: m.String(), Value: mean, Rows: len(values), Clusters: count}
+	if count > 1 {
+		v.Stderr = &stderr
 	}
-	if count == len(values) && binary(values) {
+	low, high := 0.0, 1.0
+	switch {
+	case binary(values) && (count == len(values) || mean == 0 || mean == 1):
 		v.Interval = Wilson
-		v.Low, v.High = wilson(mean, float64(count))
+		low, high = wilson(mean, float64(count))
+	case stderr > 0:
+		v.Interval = Normal
+		low, high = mean-z95*stderr, mean+z95*stderr
+		if m.bounded() {
+			low, high = max(0, low), min(1, high)
+		}
+	default:
+		if v.Interval = None; !m.bounded() {
+			return v, true
+		}
 	}
+	v.Low, v.High = &low, &high
 	return v, true
 }
 
@@ -85,20 +99,11 @@ func clustered(values []float64, clusters []string) (mean, stderr float64, count
 	if count < 2 {
 		return mean, 0, count
 	}
-	for _, name := range sortedKeys(sums) { // in one order, so that the bits are the same each time
+	for _, name := range slices.Sorted(maps.Keys(sums)) { // in one order, so that the bits are the same each time
 		squares += sums[name] * sums[name]
 	}
 	c := float64(count)
 	return mean, math.Sqrt(squares*c/(c-1)) / float64(len(values)), count
-}
-
-func sortedKeys(m map[string]float64) []string {
-	keys := make([]string, 0, len(m))
-	for key := range m {
-		keys = append(keys, key)
-	}
-	slices.SortFunc(keys, cmp.Compare[string])
-	return keys
 }
 
 func binary(values []float64) bool {

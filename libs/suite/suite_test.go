@@ -90,12 +90,12 @@ func TestIntervals(t *testing.T) {
 		shares = append(shares, one(map[bool]float64{true: 1}[i < 8]))
 	}
 	v, ok := (Metric{Kind: Mean}).Compute(rows(shares...), 1)
-	if !ok || v.Interval != Wilson || v.Value != 0.8 || math.Abs(v.Low-0.4901625) > 1e-6 || math.Abs(v.High-0.9433178) > 1e-6 {
+	if !ok || v.Interval != Wilson || v.Value != 0.8 || math.Abs(*v.Low-0.4901625) > 1e-6 || math.Abs(*v.High-0.9433178) > 1e-6 {
 		t.Errorf("%+v", v)
 	}
 	// several samples of a row are one observation
 	v, _ = (Metric{Kind: Mean}).Compute(rows([]float64{1, 0}, []float64{1, 1}, []float64{0, 0}, []float64{0, 1}), 1)
-	if want := math.Sqrt(0.5/3) / 2; v.Interval != Normal || v.Value != 0.5 || !near(v.Stderr, want) || !near(v.High-v.Low, 2*z95*want) {
+	if want := math.Sqrt(0.5/3) / 2; v.Interval != Normal || v.Value != 0.5 || !near(*v.Stderr, want) || !near(*v.High-*v.Low, 2*z95*want) {
 		t.Errorf("%+v, want an error of %v", v, want)
 	}
 	// equal rows of a cluster add nothing
@@ -105,7 +105,7 @@ func TestIntervals(t *testing.T) {
 	}
 	alone, _ := (Metric{Kind: Mean}).Compute(rows(one(1), one(0)), 1)
 	v, _ = (Metric{Kind: Mean}).Compute(related, 1)
-	if v.Clusters != 2 || v.Interval != Normal || !near(v.Stderr, alone.Stderr) {
+	if v.Clusters != 2 || v.Interval != Normal || !near(*v.Stderr, *alone.Stderr) {
 		t.Errorf("%+v, want the error of %+v", v, alone)
 	}
 	// a row without scores, or with too few, is left out
@@ -115,6 +115,40 @@ func TestIntervals(t *testing.T) {
 	}
 	if _, ok := (Metric{Kind: Mean}).Compute(rows(nil), 1); ok {
 		t.Error("a suite without scores has a value")
+	}
+}
+
+// One cluster, and values that are all equal, do not show how much values vary.
+func TestIntervalsWithoutVariance(t *testing.T) {
+	t.Parallel()
+	of := func(cluster string, scores ...[]float64) []Row {
+		all := rows(scores...)
+		for i := range all {
+			all[i].Cluster = cluster
+		}
+		return all
+	}
+	for name, c := range map[string]struct {
+		metric    Metric
+		rows      []Row
+		interval  string
+		low, high float64 // both 0: unknown
+		stderr    bool
+	}{
+		"a mean of one cluster":       {Metric{Kind: Mean}, of("a", []float64{0.2}, []float64{0.7}), None, 0, 0, false},
+		"a share of one cluster":      {Metric{Pass, 1}, of("a", []float64{1}, []float64{0}), None, 0, 1, false},
+		"one cluster, all of it pass": {Metric{Pass, 1}, of("a", []float64{1}, []float64{1}), Wilson, 0.2065493, 1, false},
+		"one row":                     {Metric{Kind: Mean}, rows([]float64{0.7}), None, 0, 0, false},
+		"equal rows":                  {Metric{Kind: Mean}, rows([]float64{0.5}, []float64{0.5}), None, 0, 0, true},
+		"equal shares":                {Metric{Pass, 1}, rows([]float64{1, 0}, []float64{1, 0}), None, 0, 1, true},
+	} {
+		v, ok := c.metric.Compute(c.rows, 1)
+		known := c.low != 0 || c.high != 0
+		if !ok || v.Interval != c.interval || (v.Low != nil) != known || (v.High != nil) != known || (v.Stderr != nil) != c.stderr {
+			t.Errorf("%s: %+v", name, v)
+		} else if known && (math.Abs(*v.Low-c.low) > 1e-6 || math.Abs(*v.High-c.high) > 1e-6) {
+			t.Errorf("%s: %v to %v", name, *v.Low, *v.High)
+		}
 	}
 }
 
@@ -135,7 +169,7 @@ func TestIntervalsCover(t *testing.T) {
 				}
 				all = append(all, Row{Row: i, Scores: scores})
 			}
-			if v, _ := (Metric{Kind: Mean}).Compute(all, 1); v.Low <= 0.5 && 0.5 <= v.High {
+			if v, _ := (Metric{Kind: Mean}).Compute(all, 1); *v.Low <= 0.5 && 0.5 <= *v.High {
 				covered++
 			}
 		}
@@ -161,11 +195,11 @@ func TestComparisons(t *testing.T) {
 		a, b = append(a, Row{Row: i, Scores: one(first)}), append(b, Row{Row: i, Scores: one(second)})
 	}
 	d, ok := (Metric{Kind: Mean}).Compare(a, b, 1)
-	if !ok || d.Test != McNemar || !near(d.Difference, 8.0/30) || math.Abs(d.P-0.021484375) > 1e-9 || !d.Significant || d.Rows != 30 {
+	if !ok || d.Test != McNemar || !near(d.Difference, 8.0/30) || math.Abs(*d.P-0.021484375) > 1e-9 || !d.Significant || d.Rows != 30 {
 		t.Errorf("%+v", d)
 	}
 	d, _ = (Metric{Kind: Mean}).Compare(a, a, 1)
-	if d.P != 1 || d.Difference != 0 || d.Significant {
+	if *d.P != 1 || d.Difference != 0 || d.Significant {
 		t.Errorf("%+v", d)
 	}
 	// rows differ more from each other than the models do: only pairs show the difference
@@ -177,10 +211,64 @@ func TestComparisons(t *testing.T) {
 	}
 	b = append(b, Row{Row: 99, Scores: one(5)}) // only one model has it
 	d, _ = (Metric{Kind: Mean}).Compare(a, b, 1)
-	if d.Test != Paired || d.Rows != 20 || d.P > 1e-6 || d.Low > d.Difference || d.High < d.Difference {
+	if d.Test != Paired || d.Rows != 20 || *d.P > 1e-6 || *d.Low > d.Difference || *d.High < d.Difference {
 		t.Errorf("%+v", d)
 	}
 	if _, ok := (Metric{Kind: Mean}).Compare(a, nil, 1); ok {
 		t.Error("rows of one model were compared")
+	}
+}
+
+// Few rows show no significant difference, however large or equal their differences are.
+func TestComparisonsOfFewRows(t *testing.T) {
+	t.Parallel()
+	differing := func(count int, by func(i int) float64, cluster func(i int) string) Difference {
+		var a, b []Row
+		for i := range count {
+			a = append(a, Row{Row: i, Scores: []float64{0.5}, Cluster: cluster(i)})
+			b = append(b, Row{Row: i, Scores: []float64{0.5 + by(i)}, Cluster: cluster(i)})
+		}
+		d, ok := (Metric{Kind: Mean}).Compare(a, b, 1)
+		if !ok {
+			t.Fatal("the rows were not compared")
+		}
+		return d
+	}
+	equal, spread := func(int) float64 { return 0.25 }, func(i int) float64 { return 1 + 0.1*float64(i%3) }
+	alone, pairs := func(int) string { return "" }, func(i int) string { return string(rune('a' + i/2)) }
+	for name, d := range map[string]Difference{
+		"one row": differing(1, equal, alone), "equal differences": differing(2, equal, alone),
+		"few rows": differing(MinClusters-1, spread, alone), "few clusters": differing(MinClusters, spread, pairs),
+	} {
+		if d.Test != Untested || d.P != nil || d.Significant {
+			t.Errorf("%s: %+v", name, d)
+		}
+	}
+	if d := differing(2, equal, alone); d.Low != nil || d.High != nil {
+		t.Errorf("%+v", d)
+	}
+	if d := differing(MinClusters, equal, alone); d.Test != Paired || d.P == nil || !near(*d.P, math.Exp2(1-MinClusters)) || !d.Significant {
+		t.Errorf("%+v", d)
+	}
+}
+
+// Equal models differ significantly in about 5 % of comparisons with the fewest rows.
+func TestPairedTestOfEqualModels(t *testing.T) {
+	t.Parallel()
+	random := rand.New(rand.NewPCG(5, 6))
+	const trials = 4000
+	significant := 0
+	for range trials {
+		var a, b []Row
+		for i := range MinClusters {
+			a = append(a, Row{Row: i, Scores: []float64{random.Float64()}})
+			b = append(b, Row{Row: i, Scores: []float64{random.Float64()}})
+		}
+		if d, _ := (Metric{Kind: Mean}).Compare(a, b, 1); d.Significant {
+			significant++
+		}
+	}
+	if share := float64(significant) / trials; share < 0.04 || share > 0.08 {
+		t.Errorf("%v of the comparisons are significant", share)
 	}
 }

@@ -2,6 +2,7 @@ package evaluation
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/rollout-rl/rollout/cmd/internal/output"
@@ -41,8 +42,8 @@ func Compare(a, b *Result) (*Comparison, error) {
 		}
 		one := ComparedRows{Name: first.Name, Metrics: []suite.Difference{}}
 		for _, value := range first.Metrics {
-			if second.has(value.Metric) {
-				one.Metrics = append(one.Metrics, first.compare(second, value.Metric)...)
+			if second.has(value) {
+				one.Metrics = append(one.Metrics, first.compare(second, value)...)
 			}
 		}
 		c.Suites = append(c.Suites, one)
@@ -66,25 +67,24 @@ func (r *Result) names() string {
 	return strings.Join(all, ", ")
 }
 
-func (s *Suite) has(metric string) bool {
-	for _, value := range s.Metrics {
-		if value.Metric == metric {
-			return true
-		}
-	}
-	return false
+func (s *Suite) has(value suite.Value) bool {
+	return slices.ContainsFunc(s.Metrics, func(v suite.Value) bool { return v.Metric == value.Metric && v.Part == value.Part })
 }
 
 // compare returns the difference in a metric; nothing if no row has it with both.
-func (s *Suite) compare(other *Suite, name string) []suite.Difference {
-	a, b := scored(s.rows), scored(other.rows)
-	metric, err := suite.Parse(name)
-	if err != nil { // a further number of the reward
-		metric, a, b = suite.Metric{Kind: suite.Mean}, ofPart(s.rows, name), ofPart(other.rows, name)
+func (s *Suite) compare(other *Suite, value suite.Value) []suite.Difference {
+	metric, a, b := suite.Metric{Kind: suite.Mean}, ofPart(s.rows, value.Metric), ofPart(other.rows, value.Metric)
+	if !value.Part {
+		var err error
+		if metric, err = suite.Parse(value.Metric); err != nil {
+			return nil // of another version
+		}
+		a, b = scored(s.rows), scored(other.rows)
 	}
 	d, ok := metric.Compare(a, b, s.PassScore)
-	if d.Metric = name; !ok {
+	if !ok {
 		return nil
 	}
+	d.Metric, d.Part = value.Metric, value.Part
 	return []suite.Difference{d}
 }

@@ -42,7 +42,7 @@ func (r *Result) html(w io.Writer) error {
 		one := pageSuite{Name: s.Name, Facts: s.facts(), Answers: s.answers()}
 		for _, v := range s.Metrics {
 			one.Metrics = append(one.Metrics, pageMetric{
-				v.Metric, output.Number(v.Value), Interval(v), output.Number(v.Stderr), output.Count(v.Rows), drawn(v),
+				MetricName(v.Metric, v.Part), output.Number(v.Value), Interval(v), number(v.Stderr), output.Count(v.Rows), drawn(v),
 			})
 		}
 		suites = append(suites, one)
@@ -84,18 +84,37 @@ func (s *Suite) answers() (all []answer) {
 	return all
 }
 
-// Interval returns the interval of a value as text.
-func Interval(v suite.Value) string {
-	return fmt.Sprintf("%s to %s", output.Number(v.Low), output.Number(v.High))
+// MetricName is the name of a metric for people. part: it is a further number of the reward, whose
+// name may be that of a metric.
+func MetricName(name string, part bool) string {
+	if part {
+		return "reward/" + name
+	}
+	return name
 }
 
-// drawn draws an interval within 0 to 1; nothing for one outside of it.
+// Interval returns the interval of a value as text.
+func Interval(v suite.Value) string {
+	if v.Low == nil || v.High == nil {
+		return "-"
+	}
+	return fmt.Sprintf("%s to %s", output.Number(*v.Low), output.Number(*v.High))
+}
+
+func number(v *float64) string {
+	if v == nil {
+		return "-"
+	}
+	return output.Number(*v)
+}
+
+// drawn draws an interval within 0 to 1; nothing for one outside of it, and without one.
 func drawn(v suite.Value) template.HTML {
 	const width = 200
-	if v.Low < 0 || v.High > 1 {
+	if v.Low == nil || v.High == nil || *v.Low < 0 || *v.High > 1 {
 		return ""
 	}
 	return template.HTML(fmt.Sprintf( //nolint:gosec // numbers
 		`<svg viewBox="0 0 %d 12" style="width:%dpx"><path class="raw" d="M0,6L%d,6"/><path class="a" d="M%.1f,6L%.1f,6"/><circle class="a" cx="%.1f" cy="6" r="4"/></svg>`,
-		width, width, width, v.Low*width, v.High*width, v.Value*width))
+		width, width, width, *v.Low*width, *v.High*width, v.Value*width))
 }

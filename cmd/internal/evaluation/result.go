@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -21,7 +22,8 @@ import (
 )
 
 const (
-	format   = 1
+	format   = 2 // of results
+	scores   = 1 // the format of the scores that a worker writes
 	fileName = "results.json"
 )
 
@@ -88,7 +90,7 @@ func Measure(folder, name string, s *configv1.EvalSuiteConfig, config *configv1.
 	}
 	for _, part := range parts(rows) {
 		value, ok := suite.Metric{Kind: suite.Mean}.Compute(ofPart(rows, part), out.PassScore)
-		if value.Metric = part; ok {
+		if value.Metric, value.Part = part, true; ok {
 			out.Metrics = append(out.Metrics, value)
 		}
 	}
@@ -164,7 +166,7 @@ func readScores(path string) (digest string, rows []line, err error) {
 			return "", nil, damaged(err)
 		}
 	}
-	if head.Format != format {
+	if head.Format != scores {
 		return "", nil, damaged(errors.New("it has another format"))
 	}
 	return head.Inputs.Data, rows, nil
@@ -189,10 +191,29 @@ func (r *Result) Write(folder string) error {
 	return nil
 }
 
+// Exists reports whether a folder has a result.
+func Exists(folder string) bool {
+	info, err := os.Stat(filepath.Join(folder, fileName))
+	return err == nil && info.Mode().IsRegular()
+}
+
+// Begun reports whether a folder has a result, or what an evaluation that has not ended has written.
+func Begun(folder string) bool {
+	for _, pattern := range []string{Scores("*"), Samples("*") + ".journal"} {
+		if found, _ := filepath.Glob(filepath.Join(folder, pattern)); len(found) > 0 {
+			return true
+		}
+	}
+	return Exists(folder)
+}
+
 // Read reads the result in a folder.
 func Read(folder string) (*Result, error) {
 	path := filepath.Join(folder, fileName)
 	text, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) && Begun(folder) {
+		return nil, exit.New(exit.NoInput, "repeat its command, which continues", "the evaluation in %s has not ended: it has no %s", folder, fileName)
+	}
 	if err != nil {
 		return nil, exit.New(exit.NoInput, "name a folder that `rollout eval` has written", "cannot read the results: %w", err)
 	}
@@ -208,12 +229,34 @@ func Read(folder string) (*Result, error) {
 	return &r, nil
 }
 
+// Keep adds the suites of an older result in folder that this one does not have. Both must be of the
+// same weights.
+func (r *Result) Keep(older *Result, folder string) error {
+	if err := older.Of(r.Digest, folder); err != nil {
+		return err
+	}
+	for _, s := range older.Suites {
+		if r.suite(s.Name) == nil {
+			r.Suites = append(r.Suites, s)
+		}
+	}
+	slices.SortFunc(r.Suites, func(a, b *Suite) int { return strings.Compare(a.Name, b.Name) })
+	return nil
+}
+
+// Of returns an error if a result in folder is of other weights.
+func (r *Result) Of(digest, folder string) error {
+	if r.Digest == digest {
+		return nil
+	}
+	return refused("EVAL_MODELS_DIFFER", "name another folder with --output, or evaluate every suite: leave --only out and add --restart",
+		"the results in %s are of a model with other weights: %s has the digest %s, and this model %s", folder, r.Model, r.Digest, digest)
+}
+
 // suite returns a suite by its name; nil without one.
 func (r *Result) suite(name string) *Suite {
-	for _, s := range r.Suites {
-		if s.Name == name {
-			return s
-		}
+	if i := slices.IndexFunc(r.Suites, func(s *Suite) bool { return s.Name == name }); i >= 0 {
+		return r.Suites[i]
 	}
 	return nil
 }

@@ -11,14 +11,17 @@ import (
 	"github.com/rollout-rl/rollout/libs/suite"
 )
 
-// evaluated reports whether all arguments are folders, as `rollout eval` writes them.
+// evaluated reports whether the arguments are folders and `rollout eval` has written to one. Other
+// folders may have the names of runs.
 func evaluated(args []string) bool {
+	written := false
 	for _, folder := range args {
 		if info, err := os.Stat(folder); err != nil || !info.IsDir() {
 			return false
 		}
+		written = written || evaluation.Begun(folder)
 	}
-	return true
+	return written
 }
 
 // evaluations compares two results of `rollout eval`.
@@ -48,7 +51,7 @@ func evaluations(env *cli.Env, folders []string) error {
 	table.Row(s.Bold("suite"), s.Bold("metric"), s.Bold("A"), s.Bold("B"), s.Bold("B - A"), s.Bold("95 % interval"), s.Bold("p"), s.Bold("rows"))
 	for _, one := range c.Suites {
 		for _, d := range one.Metrics {
-			table.Row(one.Name, d.Metric, output.Number(d.A), output.Number(d.B), signed(d.Difference), signed(d.Low)+" to "+signed(d.High), verdict(s, d), output.Count(d.Rows))
+			table.Row(one.Name, evaluation.MetricName(d.Metric, d.Part), output.Number(d.A), output.Number(d.B), signed(d.Difference), interval(d), verdict(s, d), output.Count(d.Rows))
 		}
 	}
 	b.WriteString(table.String())
@@ -58,10 +61,21 @@ func evaluations(env *cli.Env, folders []string) error {
 
 func signed(v float64) string { return fmt.Sprintf("%+.3f", v) }
 
+func interval(d suite.Difference) string {
+	if d.Low == nil || d.High == nil {
+		return "-"
+	}
+	return signed(*d.Low) + " to " + signed(*d.High)
+}
+
 // verdict is the probability of the difference between equal models, in color where it is small.
+// Without a test it has the reason.
 func verdict(s output.Style, d suite.Difference) string {
-	text := fmt.Sprintf("%.3f", d.P)
-	if d.P < 0.001 {
+	if d.P == nil {
+		return fmt.Sprintf("- fewer than %d rows", suite.MinClusters)
+	}
+	text := fmt.Sprintf("%.3f", *d.P)
+	if *d.P < 0.001 {
 		text = "< 0.001"
 	}
 	switch {

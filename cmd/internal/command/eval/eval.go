@@ -133,7 +133,7 @@ type evaluating struct {
 // read reads the suites and chooses the model.
 func (e *evaluating) read() (err error) {
 	if e.flags.config.File == "" {
-		e.config, e.baseDir = e.recorded.Run.GetPlan().GetConfig(), e.recorded.Run.GetBaseDir()
+		e.config, e.baseDir, e.digest = e.recorded.Run.GetPlan().GetConfig(), e.recorded.Run.GetBaseDir(), e.recorded.Digest
 	} else if err = e.readFile(); err != nil {
 		return err
 	}
@@ -150,7 +150,7 @@ func (e *evaluating) read() (err error) {
 		e.suites = slices.Compact(slices.Sorted(slices.Values(e.flags.only)))
 	}
 	if e.recorded != nil {
-		e.model, e.digest = e.recorded.Folder, e.recorded.Digest
+		e.model = e.recorded.Folder
 	} else if e.model, err = inference.Folder(e.flags.model, e.config, e.baseDir); err != nil {
 		return err
 	}
@@ -173,7 +173,9 @@ func (e *evaluating) readFile() error {
 	e.config, e.baseDir = reading.Config, source.GetBaseDir()
 	if e.recorded != nil {
 		reading.Complete(e.recorded.Run)
-		e.digest = e.recorded.Digest
+		if e.config.GetModel().GetDtype() == e.recorded.Run.GetPlan().GetConfig().GetModel().GetDtype() {
+			e.digest = e.recorded.Digest // of the weights in the precision of the run
+		}
 	}
 	return nil
 }
@@ -181,16 +183,21 @@ func (e *evaluating) readFile() error {
 // run evaluates the suites one after the other.
 func (e *evaluating) run(ctx context.Context) error {
 	result := &evaluation.Result{Model: e.name()}
+	older := &evaluation.Result{}
+	if len(e.flags.only) > 0 && evaluation.Exists(e.folder) {
+		var err error
+		if older, err = evaluation.Read(e.folder); err != nil {
+			return err
+		}
+	}
 	for _, name := range e.suites {
 		s, config := e.config.GetEval().GetSuites()[name], suite.Config(e.config, name)
 		job, err := e.job(name, s, config)
 		if err != nil {
 			return err
 		}
-		e.env.Note("%s", fmt.Sprintf("suite %s  %s", name, inference.SamplingOf(config)))
-		p := &inference.Progress{Env: e.env}
-		end, err := job.Run(ctx, infer.Observer{Event: p.Event, Warning: p.Warning})
-		p.Clear()
+		e.env.Note("suite %s  %s", name, inference.SamplingOf(config))
+		end, err := e.sample(ctx, job, older)
 		if err != nil {
 			return fmt.Errorf("suite %s: %w", name, err)
 		}
@@ -201,10 +208,37 @@ func (e *evaluating) run(ctx context.Context) error {
 		result.Digest = end.ModelDigest
 		result.Suites = append(result.Suites, measured)
 	}
+	if len(older.Suites) > 0 {
+		if err := result.Keep(older, e.folder); err != nil {
+			return err
+		}
+	}
 	if err := result.Write(e.folder); err != nil {
 		return err
 	}
 	return e.show(result)
+}
+
+// sample runs the job of a suite. It ends the worker before it samples if the older result, which is
+// kept, is of other weights.
+func (e *evaluating) sample(ctx context.Context, job *infer.Job, older *evaluation.Result) (infer.Event, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var differs error
+	p := &inference.Progress{Env: e.env}
+	end, err := job.Run(ctx, infer.Observer{Warning: p.Warning, Event: func(event infer.Event) {
+		p.Event(event)
+		if event.Event == "begin" && len(older.Suites) > 0 {
+			if differs = older.Of(event.ModelDigest, e.folder); differs != nil {
+				cancel()
+			}
+		}
+	}})
+	p.Clear()
+	if differs != nil {
+		return end, differs
+	}
+	return end, err
 }
 
 // name is the name of the model in the results.
@@ -221,13 +255,13 @@ func (e *evaluating) job(name string, s *configv1.EvalSuiteConfig, config *confi
 	if err := os.MkdirAll(scratch, 0o700); err != nil {
 		return nil, exit.New(exit.CannotMake, "name another folder with --output", "make a temporary folder: %w", err)
 	}
-	data, err := inference.Data(config.GetData().GetEval(), e.baseDir)
+	rows, err := e.recorded.Rows(config, e.baseDir)
 	if err != nil {
 		return nil, fmt.Errorf("suite %s: %w", name, err)
 	}
 	job := &infer.Job{
 		Config: config, BaseDir: e.baseDir, Model: e.model, WeightsDigest: e.digest,
-		Data: data, Subset: inference.EvalSubset(config.GetData()), Split: config.GetData().GetEvalSplit(),
+		Data: rows.Path, Subset: rows.Subset, Split: rows.Split,
 		Output: filepath.Join(e.folder, evaluation.Samples(name)), Scores: filepath.Join(e.folder, evaluation.Scores(name)),
 		Limit: cmp.Or(e.flags.limit, s.GetLimit()), Threads: int(config.GetEngine().GetThreads()), Cluster: s.GetCluster(),
 		Restart: e.flags.restart, AllowFailures: e.flags.allowFailures,
@@ -251,7 +285,7 @@ func (e *evaluating) show(r *evaluation.Result) error {
 	table.Row(style.Bold("suite"), style.Bold("metric"), style.Bold("value"), style.Bold("95 % interval"), style.Bold("rows"))
 	for _, s := range r.Suites {
 		for _, v := range s.Metrics {
-			table.Row(s.Name, v.Metric, output.Number(v.Value), evaluation.Interval(v), output.Count(v.Rows))
+			table.Row(s.Name, evaluation.MetricName(v.Metric, v.Part), output.Number(v.Value), evaluation.Interval(v), output.Count(v.Rows))
 		}
 	}
 	_, err := fmt.Fprintf(e.env.Stdout, "%s\npage %s\n", table.String(), filepath.Join(e.folder, "index.html"))

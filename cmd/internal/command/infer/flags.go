@@ -9,7 +9,6 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/rollout-rl/rollout/cmd/internal/cli"
 	"github.com/rollout-rl/rollout/cmd/internal/inference"
@@ -37,8 +36,9 @@ type inferFlags struct {
 	restart, allowFailures, overwrites bool
 	acceptChanges                      bool
 
-	rewards []*planv1.Input // files of the run's reward
-	source  string          // of the sampling settings that are not set by flags; "": the configuration
+	found   *inference.Recorded // nil: no run
+	rewards []*planv1.Input     // files of the run's reward
+	source  string              // of the sampling settings that are not set by flags; "": the configuration
 }
 
 // destination checks the output before any work is done.
@@ -68,15 +68,11 @@ func (flags *inferFlags) recorded(ctx context.Context, r record.Reader, job *inf
 	if err != nil {
 		return err
 	}
-	job.Model, job.WeightsDigest = found.Folder, found.Digest
+	flags.found, job.Model, job.WeightsDigest = found, found.Folder, found.Digest
 	job.Config, job.BaseDir = inference.Evaluating(found.Run.GetPlan().GetConfig()), found.Run.GetBaseDir()
 	for _, in := range found.Run.GetPlan().GetInputs() {
 		if in.GetRole() == planv1.InputRole_INPUT_ROLE_REWARD {
 			flags.rewards = append(flags.rewards, in)
-		}
-		from := in.GetSources()
-		if in.GetRole() == planv1.InputRole_INPUT_ROLE_EVAL_DATA && len(from) > 0 && from[0].GetRevision() != "" {
-			job.Config.Data.Eval = proto.String(from[0].GetPath() + "@" + from[0].GetRevision()) // the rows of the run
 		}
 	}
 	flags.source = "as in the evaluations of " + found.Run.GetRunId()
@@ -160,19 +156,21 @@ func configure(env *cli.Env, flags *inferFlags, job *infer.Job) (err error) {
 }
 
 // dataset sets the dataset of the job.
-func (flags *inferFlags) dataset(job *infer.Job) (err error) {
-	data := flags.data
-	var folder string
-	job.Subset, job.Split = flags.subset, flags.split
-	if data == "" {
-		if data, folder = job.Config.GetData().GetEval(), job.BaseDir; data == "" {
+func (flags *inferFlags) dataset(job *infer.Job) error {
+	if flags.data == "" {
+		if job.Config.GetData().GetEval() == "" {
 			return cli.Usage("--data is required: the configuration has no data.eval")
 		}
-		job.Subset, job.Split = cmp.Or(flags.subset, inference.EvalSubset(job.Config.GetData())), cmp.Or(flags.split, job.Config.GetData().GetEvalSplit())
-	} else if folder, err = os.Getwd(); err != nil {
+		rows, err := flags.found.Rows(job.Config, job.BaseDir)
+		job.Data, job.Subset, job.Split = rows.Path, cmp.Or(flags.subset, rows.Subset), cmp.Or(flags.split, rows.Split)
 		return err
 	}
-	job.Data, err = inference.Data(data, folder)
+	folder, err := os.Getwd()
+	if err != nil {
+		return err
+	}
+	job.Subset, job.Split = flags.subset, flags.split
+	job.Data, err = inference.Data(flags.data, folder)
 	return err
 }
 
