@@ -76,7 +76,7 @@ func TestPlanComparesThePolicyWithItsEnvironment(t *testing.T) {
 		{class("'left'", ""), policy, "", "an observation of walk.py:Walk has str, not numbers", "multistep.environment"},
 		{class("[0.0, 1.0]", "[0.0, 1.0], None, False, False, {}"), policy, "", "`step` of walk.py:Walk returned the reward None", "multistep.environment"},
 		{class("[0.0, 1.0]", "[0.0, 1.0], 1.0, False"), policy, "", "`step` of walk.py:Walk returned a tuple of 3", "multistep.environment"},
-		{right, policy, "multistep.args={width=1}", "`Walk` can't be constructed with `multistep.args`", ""},
+		{right, policy, "multistep.args={width=1}", "`Walk(width=1)`: got an unexpected keyword argument 'width'", ""},
 		{"class Run:\n    pass\n", policy, "", "no class `Walk` is defined in walk.py", ""},
 		{right, policy, `multistep.environment="run.py:Walk"`, "the file run.py does not exist", "multistep.environment"},
 		{right, policy, `multistep.environment="Nothing-v0"`, "Nothing-v0", "multistep.environment"},

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
-import os
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from rollout.environments import ArgumentInvalid
-from rollout.errors import Place, RolloutError
-from rollout.hosting.episodes import EnvironmentImport
-from rollout.plugin.loading import load_object, split_plugin
-from rollout.plugin.place import last_frame, one_line
-from rollout.plugin.score import RewardImportError
+from rollout.errors import RolloutError
+from rollout.hosting.episodes import load_class
+from rollout.plugin.place import one_line
 
 _FILE = re.compile(r"[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*")
 
@@ -48,12 +43,11 @@ def is_file(environment: str) -> bool:
 
 def maker(environment: str, base_dir: str, args: str) -> Callable[[], ActingEnvironment]:
     """A function that makes one environment. environment: an id of gymnasium, or ``file.py:Class``
-    relative to ``base_dir``. args: a JSON object, or "". Raises :class:`EnvironmentImport`,
-    :class:`GymnasiumMissing`; the function raises :class:`EnvironmentImport`,
-    :class:`ArgumentInvalid`."""
+    relative to ``base_dir``. args: a JSON object, or "". Raises ``EnvironmentImport``,
+    :class:`GymnasiumMissing`; the function raises ``EnvironmentImport``, :class:`ArgumentInvalid`."""
     given: dict[str, Any] = json.loads(args or "{}")
     if is_file(environment):
-        return _of_file(environment, base_dir, given)
+        return load_class(environment, base_dir, given, methods=("reset", "step"), table="multistep").make
     try:
         gymnasium: Any = importlib.import_module("gymnasium")
     except ImportError as error:
@@ -69,42 +63,6 @@ def maker(environment: str, base_dir: str, args: str) -> Callable[[], ActingEnvi
             raise ArgumentInvalid(
                 f"gymnasium can't make {environment!r}: {one_line(error)}",
                 fix="correct `environment` or `args` in [multistep]",
-            ) from error
-
-    return make
-
-
-def _of_file(environment: str, base_dir: str, given: Mapping[str, Any]) -> Callable[[], ActingEnvironment]:
-    file, name = split_plugin(environment)
-    path = Path(os.path.abspath(os.path.join(base_dir, file)))
-    try:
-        made = load_object(environment, base_dir)
-    except RewardImportError as error:
-        message, fix = (
-            error.message.replace("no function", "no class"),
-            error.fix.replace(f"`def {name}(samples)`", f"`class {name}`"),
-        )
-        raise EnvironmentImport(message, fix=fix.replace("name a function", "name a class"), place=error.place) from error
-    missing = [method for method in ("reset", "step") if not callable(getattr(made, method, None))]
-    if missing:
-        raise EnvironmentImport(
-            f"`{name}` has no method `{missing[0]}`", fix="write `reset` and `step` as in gymnasium", place=Place(str(path))
-        )
-    try:
-        inspect.signature(made).bind(**given)
-    except TypeError as error:
-        raise EnvironmentImport(
-            f"`{name}` can't be constructed with `multistep.args`: {error}",
-            fix=f"`multistep.args` must fit `{name}{inspect.signature(made)}`",
-            place=Place(str(path)),
-        ) from None
-
-    def make() -> ActingEnvironment:
-        try:
-            return made(**given)
-        except Exception as error:
-            raise EnvironmentImport(
-                f"`{name}()` raises {one_line(error)}", fix="correct the constructor", place=last_frame(error, path.parent)
             ) from error
 
     return make

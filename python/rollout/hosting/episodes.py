@@ -32,51 +32,93 @@ class EnvironmentFailed(RolloutError):
     reason: ClassVar[str] = "ENVIRONMENT_FAILED"
 
 
-def load_environment(plugin: str, base_dir: str | os.PathLike[str] = ".", args: Mapping[str, Any] | None = None) -> Checked:
-    """Construct ``file.py:Class`` with ``args``. Raises :class:`EnvironmentImport`."""
+@dataclass(frozen=True, slots=True)
+class LoadedClass:
+    """A class of a user's, with the arguments of its constructor. path: its file."""
+
+    made: type
+    path: str
+    args: Mapping[str, Any]
+
+    def make(self) -> Any:
+        """Construct one. Raises :class:`EnvironmentImport`, or the ``RolloutError`` of the
+        constructor."""
+        return self.named(lambda: self.made(**self.args))
+
+    def named(self, construct: Callable[[], Any]) -> Any:
+        """The result of a call that constructs one. Raises as ``make`` does."""
+        try:
+            return construct()
+        except (RolloutError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            what = "calls sys.exit" if isinstance(error, SystemExit) else f"raises {one_line(error)}"
+            raise EnvironmentImport(
+                f"`{self.made.__name__}()` {what}", fix="correct the constructor", place=last_frame(error, Path(self.path).parent)
+            ) from error
+
+
+def load_class(
+    plugin: str,
+    base_dir: str | os.PathLike[str],
+    args: Mapping[str, Any],
+    *,
+    methods: Sequence[str],
+    base: str = "",
+    table: str,
+    kind: str = "",
+) -> LoadedClass:
+    """Import ``file.py:Class``. methods: that it must have, because of the class ``base`` if one is
+    named. table: of the configuration that has ``args``. kind: as in ``load_object``. Raises
+    :class:`EnvironmentImport`."""
     try:
-        made = load_object(plugin, base_dir, kind="environment")
+        made = load_object(plugin, base_dir, kind=kind)
     except RewardImportError as error:
+        name = split_plugin(plugin)[1]
+        fix = error.fix.replace(f"`def {name}(samples)`", f"`class {name}({base})`" if base else f"`class {name}`")
         raise EnvironmentImport(
-            error.message.replace("no function", "no class"), fix=_fix(error, plugin), place=error.place
+            error.message.replace("no function", "no class"),
+            fix=fix.replace("name a function", "name a class"),
+            place=error.place,
         ) from error
     name, path = split_plugin(plugin)[1], os.path.abspath(os.path.join(base_dir, split_plugin(plugin)[0]))
     place = Place(path)
     if not isinstance(made, type):
         raise EnvironmentImport(f"`{name}` is of type {type(made).__name__}, not a class", fix="name a class", place=place)
-    missing = [method for method in ("reset", "step", "close") if not callable(getattr(made, method, None))]
+    missing = [method for method in methods if not callable(getattr(made, method, None))]
     if missing:
-        raise EnvironmentImport(
-            f"`{name}` has no method `{missing[0]}`", fix="derive it from `rollout.environment.SingleEpisode`", place=place
-        )
-    given = dict(args or {})
+        wanted = f"derive it from `rollout.environment.{base}`" if base else f"write {_and(methods)} as in gymnasium"
+        raise EnvironmentImport(f"`{name}` has no method `{missing[0]}`", fix=wanted, place=place)
     try:
-        inspect.signature(made).bind(**given)
+        inspect.signature(made).bind(**args)
     except TypeError as error:
-        shown = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        shown = ", ".join(f"{key}={value!r}" for key, value in args.items())
         raise EnvironmentImport(
-            f"`{name}({shown})`: {error}", fix=f"`environment.args` must fit `{name}{inspect.signature(made)}`", place=place
+            f"`{name}({shown})`: {error}", fix=f"`{table}.args` must fit `{name}{inspect.signature(made)}`", place=place
         ) from None
-    folder = Path(path).parent
-    with_args = functools.partial(made, **given)
-    try:
-        if issubclass(made, SingleEpisode):
-            return Checked(Episodes(cast("Callable[[], SingleEpisode]", with_args)), name, folder)
-        return Checked(cast(Environment, with_args()), name, folder)
-    except RolloutError:
-        raise
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        what = "calls sys.exit" if isinstance(error, SystemExit) else f"raises {one_line(error)}"
-        raise EnvironmentImport(f"`{name}()` {what}", fix="correct the constructor", place=last_frame(error, folder)) from error
+    return LoadedClass(made, path, args)
 
 
-def _fix(error: RewardImportError, plugin: str) -> str:
-    name = split_plugin(plugin)[1]
-    return error.fix.replace(f"`def {name}(samples)`", f"`class {name}(SingleEpisode)`").replace(
-        "name a function", "name a class"
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
+def load_environment(plugin: str, base_dir: str | os.PathLike[str] = ".", args: Mapping[str, Any] | None = None) -> Checked:
+    """Construct ``file.py:Class`` with ``args``. Raises :class:`EnvironmentImport`."""
+    loaded = load_class(
+        plugin,
+        base_dir,
+        dict(args or {}),
+        methods=("reset", "step", "close"),
+        base="SingleEpisode",
+        table="environment",
+        kind="environment",
     )
+    name, folder = split_plugin(plugin)[1], Path(loaded.path).parent
+    if not issubclass(loaded.made, SingleEpisode):
+        return Checked(cast(Environment, loaded.make()), name, folder)
+    make = cast("Callable[[], SingleEpisode]", functools.partial(loaded.made, **loaded.args))
+    return Checked(loaded.named(lambda: Episodes(make)), name, folder)
 
 
 class Checked:

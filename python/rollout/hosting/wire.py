@@ -27,6 +27,7 @@ from rollout.environment import (
     Turn,
 )
 from rollout.errors import Place, RolloutError
+from rollout.outcomes import OUTCOMES
 from rollout.plugin.score import (
     RewardError,
     RewardFailed,
@@ -38,17 +39,10 @@ from rollout.plugin.score import (
     Step,
 )
 from rollout.plugin.v1 import plugin_pb2 as pb
-from rollout.trajectory.v1 import trajectory_pb2
 
 SCHEMA_VERSION = 1
 DOMAIN = "rollout"
-_OUTCOMES: dict[str, trajectory_pb2.Outcome.ValueType] = {
-    "completed": trajectory_pb2.OUTCOME_COMPLETED,
-    "truncated": trajectory_pb2.OUTCOME_TRUNCATED,
-    "aborted": trajectory_pb2.OUTCOME_ABORTED,
-    "infra_failed": trajectory_pb2.OUTCOME_INFRA_FAILED,
-}
-_NAMES = {number: name for name, number in _OUTCOMES.items()}
+_NAMES = {number: name for name, number in OUTCOMES.items()}
 _CODES = {"PLUGIN_UNKNOWN": code_pb2.NOT_FOUND, "PLUGIN_UNSUPPORTED": code_pb2.UNIMPLEMENTED}
 
 
@@ -397,7 +391,7 @@ def answer_to(answer: Answer) -> pb.EnvironmentAnswer:
         return pb.EnvironmentAnswer(children=pb.EnvironmentChildTurns(turns=turns))
     score = _score_to(answer.reward, answer.metrics, answer.token_rewards, answer.steps)
     result = pb.EnvironmentResult(
-        outcome=_OUTCOMES[answer.outcome],
+        outcome=OUTCOMES[answer.outcome],
         score=score,
         reason=answer.reason,
         turn_rewards=answer.turn_rewards,

@@ -52,11 +52,10 @@ def dry_steps(request: Json, hung: Callable[[EnvironmentTimeout], None], began: 
         with watch(f"`{method}` of {name}"):
             try:
                 return getattr(environment, method)(*arguments, **options)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 place = next((found for folder in folders if (found := last_frame(error, folder))), None)
-                raise EnvironmentFailed(
-                    f"`{method}` of {name} raised {one_line(error)}", fix="correct it", place=place
-                ) from error
+                what = "called sys.exit" if isinstance(error, SystemExit) else f"raised {one_line(error)}"
+                raise EnvironmentFailed(f"`{method}` of {name} {what}", fix="correct it", place=place) from error
 
     answer: Any = call("reset", seed=row.get("seed", 0), options=row.get("options"))
     if _size(answer) != 2:

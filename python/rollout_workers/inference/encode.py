@@ -11,6 +11,7 @@ import crc32c
 import numpy as np
 
 from rollout.environment import Message, Observation, Refusal
+from rollout.outcomes import OUTCOMES
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.trajectory.v1 import trajectory_pb2 as pb
 from rollout_workers.data.supervised import Example
@@ -21,12 +22,6 @@ from rollout_workers.inference.receipt import EngineReceipts
 INLINE_BYTES = 256 << 10
 TIMES_BYTES = 4096
 """The largest ``EpisodeTimes``: the ledger stores it in the row of the sample."""
-_OUTCOMES: dict[str, pb.Outcome.ValueType] = {
-    "completed": pb.OUTCOME_COMPLETED,
-    "truncated": pb.OUTCOME_TRUNCATED,
-    "aborted": pb.OUTCOME_ABORTED,
-    "infra_failed": pb.OUTCOME_INFRA_FAILED,
-}
 if sys.byteorder != "little":
     raise ImportError("trajectories are little-endian; big-endian machines are not supported")
 
@@ -103,7 +98,7 @@ def _encode_episode(
             raw.append(bytes(4 * size))
             mask.append(bytes(size))
     spans = episode.spans()
-    outcome = _OUTCOMES[result.outcome]
+    outcome = OUTCOMES[result.outcome]
     trajectory = head.trajectory
     trajectory.key.sample, trajectory.key.part = episode.sample, number
     trajectory.token_ids = b"".join(ids)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from rollout.environment import Environment, Task
 from rollout.inference.v1 import inference_pb2 as pb
-from rollout.trajectory.v1 import trajectory_pb2
+from rollout.outcomes import OUTCOMES
 from rollout_workers.data.prompts import Text
 from rollout_workers.engines.base import Engine, SamplingParams
 from rollout_workers.environments.episode import Episode, EpisodeRunner, sample_seed
@@ -21,12 +21,6 @@ from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.worker.status import EdgeError
 
 _CHUNK = 128
-_OUTCOMES = {
-    "completed": trajectory_pb2.OUTCOME_COMPLETED,
-    "truncated": trajectory_pb2.OUTCOME_TRUNCATED,
-    "aborted": trajectory_pb2.OUTCOME_ABORTED,
-    "infra_failed": trajectory_pb2.OUTCOME_INFRA_FAILED,
-}
 
 
 class WeightsVersionMismatch(EdgeError):
@@ -143,6 +137,6 @@ def _sample(row: int, episode: Episode) -> pb.EvalSample:
         completion="".join(episode.texts),
         reward=result.reward,
         metrics=result.metrics,
-        outcome=_OUTCOMES[result.outcome],
+        outcome=OUTCOMES[result.outcome],
         reason=result.reason,
     )

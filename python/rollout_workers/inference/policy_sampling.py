@@ -12,14 +12,14 @@ import torch
 
 from rollout.algorithm import settings_of
 from rollout.config.v1.run_config_pb2 import RunConfig
-from rollout.environment import Task
+from rollout.environment import Result, Task
 from rollout.environments.acting import maker
 from rollout.run.v1.run_pb2 import PromptGroup, WorkerSpec
 from rollout.trajectory.v1.trajectory_pb2 import TrajectoryEnvelope
 from rollout_workers.devices import devices_of, repeat_bits
 from rollout_workers.inference.sampler import Sampler
 from rollout_workers.multistep.channel import MemoryChannel
-from rollout_workers.multistep.encode import encode_played
+from rollout_workers.multistep.encode import RecordedReceipts, encode_played
 from rollout_workers.multistep.engine import PolicyEngine
 from rollout_workers.multistep.episodes import EpisodeRank
 from rollout_workers.multistep.link import REPEAT_SECONDS, CommandLink, host_episodes
@@ -28,6 +28,7 @@ from rollout_workers.multistep.policy import load_policy
 from rollout_workers.multistep.worker import MultiStepRolloutWorker
 from rollout_workers.worker.spec import is_deterministic, model_directory
 
+ROW_INVALID = "ROW_INVALID"
 _SEEDS = (1 << 31) - 1  # environments may pass their seed to a generator of 32 bits
 
 
@@ -54,6 +55,11 @@ def load(spec: WorkerSpec) -> Policy:
     return Policy(PolicyEngine(policy, version=spec.initial_version, slots=slots), policy)
 
 
+def turn_seconds(config: RunConfig) -> float:
+    """How long the environments of a worker may play a chunk."""
+    return config.multistep.chunk * config.environment.turn_timeout_seconds
+
+
 def worker_config(config: RunConfig, rank: int) -> dict[str, Any]:
     """The config of :class:`MultiStepRolloutWorker` for one inference worker of a run."""
     multistep, workers = config.multistep, max(1, config.engine.workers)
@@ -61,7 +67,7 @@ def worker_config(config: RunConfig, rank: int) -> dict[str, Any]:
         "rollout": {
             "rank": rank,
             "world_size": workers,
-            "receive_timeout_seconds": multistep.chunk * config.environment.turn_timeout_seconds,
+            "receive_timeout_seconds": 3 * turn_seconds(config),  # its environments may have to be replaced
         },
         "env": {
             "world_size": workers,
@@ -113,22 +119,49 @@ class PlayRunner:
         return found
 
     async def _group(self, task: Task) -> PlayedGroup:
-        row = json.loads(task.row_json)
+        try:
+            seed_of_row, options = read_row(task.row_json)
+            wrong = ""
+        except ValueError as error:
+            seed_of_row, options, wrong = None, None, str(error)
 
         async def play(sample: int, seed: int) -> Played:
-            reset = {"seed": int(row["seed"]) if "seed" in row else seed % _SEEDS, "options": row.get("options")}
-            played = await self._player.play(Played(task.key, sample, seed, reset))
+            reset = {"seed": seed % _SEEDS if seed_of_row is None else seed_of_row, "options": options}
+            played = Played(task.key, sample, seed, reset)
+            if wrong:
+                played.result = Result(outcome="infra_failed", reason=ROW_INVALID, message=wrong)
+            else:
+                await self._player.play(played)
             self._sampled(task.key)
             return played
 
         return PlayedGroup(task, tuple(await asyncio.gather(*map(play, task.samples, task.seeds))))
 
 
+def read_row(row_json: bytes) -> tuple[int | None, dict[str, Any] | None]:
+    """The ``seed`` and the ``options`` of a row, each None if the row has none. Raises
+    ``ValueError`` that names what is wrong."""
+    try:
+        row: Any = json.loads(row_json)
+    except ValueError as error:
+        raise ValueError(f"the row is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"the row is a {type(row).__name__}, not an object")
+    seed, options = row.get("seed"), row.get("options")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise ValueError(f"`seed` of the row is {json.dumps(seed)}, not an integer of at least 0")
+    if options is not None and not isinstance(options, dict):
+        raise ValueError(f"`options` of the row is {json.dumps(options)}, not an object")
+    return seed, options
+
+
 class PlaySampler(Sampler):
     """A ``Sampler`` of episodes of tensors."""
 
-    def encode(self, group: PromptGroup, finished: Any) -> list[TrajectoryEnvelope]:
-        return encode_played(group, finished.episodes, self._receipts, self._who.worker, self._min_group_size)
+    async def encode(self, group: PromptGroup, finished: Any) -> list[TrajectoryEnvelope]:
+        receipts = RecordedReceipts.of_episodes(self._receipts, finished.episodes)
+        worker, least = self._who.worker, self._min_group_size
+        return await asyncio.to_thread(encode_played, group, finished.episodes, receipts, worker, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,27 +173,29 @@ class Playing:
     close: Callable[[], None]
 
 
-def start_playing(spec: WorkerSpec, model: Policy) -> Playing:
-    """Make the environments of this worker, and start to play in them. Blocks while the first one
-    is made. Raises the errors of ``maker``."""
+async def start_playing(spec: WorkerSpec, model: Policy) -> Playing:
+    """Make the environments of this worker, and start to play in them. Raises the errors of
+    ``maker``."""
     config = spec.plan.config
-    multistep = config.multistep
     rank = int(spec.worker_id.rpartition("-")[2])
     worker = MultiStepRolloutWorker(worker_config(config, rank))
     by_row = ByRow(model.policy) if is_deterministic(config) else None
     worker.init_worker(by_row or model.policy)
     rows = model.engine.slots
-    hosted = EpisodeRank(
-        maker(multistep.environment, spec.base_dir, multistep.args),
-        rows=rows,
-        chunk=multistep.chunk,
-        most_steps=multistep.max_steps,
-    )
+    hosted = await asyncio.to_thread(_environments, spec, rows)
     commands, answers = MemoryChannel(), MemoryChannel()
     link = CommandLink(commands, answers, rank, worker.settings.peers["train"], repeat_seconds=REPEAT_SECONDS)
     player = Player(worker, link, model.engine, by_row=by_row)
     tasks = (
-        asyncio.create_task(host_episodes(hosted, commands, answers, rank, rank), name="environments"),
+        asyncio.create_task(
+            host_episodes(hosted, commands, answers, rank, rank, limit_seconds=turn_seconds(config)), name="environments"
+        ),
         asyncio.create_task(player.run(), name="player"),
     )
     return Playing(player, tasks, hosted.close)
+
+
+def _environments(spec: WorkerSpec, rows: int) -> EpisodeRank:
+    multistep = spec.plan.config.multistep
+    make = maker(multistep.environment, spec.base_dir, multistep.args)
+    return EpisodeRank(make, rows=rows, chunk=multistep.chunk, most_steps=multistep.max_steps)

@@ -13,7 +13,7 @@ from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.engines.base import Ids
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.pipeline import Pipeline
-from rollout_workers.inference.policy_sampling import PlayRunner, PlaySampler, Policy, start_playing
+from rollout_workers.inference.policy_sampling import PlayRunner, PlaySampler, Policy, start_playing, turn_seconds
 from rollout_workers.inference.puller import Puller, capacity
 from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.sampler import Outlet
@@ -69,7 +69,7 @@ async def open_pipeline(
     errors of ``start_playing``."""
     config = spec.plan.config
     Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, environment=True).verify_running()
-    playing = start_playing(spec, model)
+    playing = await start_playing(spec, model)
     cleanup.callback(playing.close)
     for task in playing.tasks:
         task.add_done_callback(lambda done: _crash(lifecycle, done))
@@ -85,8 +85,7 @@ async def open_pipeline(
 
 def limits_of(config: RunConfig) -> Limits:
     """The limits that a wait names."""
-    seconds = config.environment.turn_timeout_seconds * config.multistep.chunk
-    return Limits(name=config.multistep.environment, turns=True, turn_seconds=seconds)
+    return Limits(name=config.multistep.environment, turns=True, turn_seconds=turn_seconds(config))
 
 
 def _crash(lifecycle: Lifecycle, done: asyncio.Task[None]) -> None:

@@ -280,7 +280,7 @@ class Sampler:
                 async with aclosing(self._runner.run(tasks, kept)) as finished:
                     async for groups in finished:
                         await self._receipts.settled()
-                        self._send([left[group.task.key] for group in groups], groups)
+                        await self._send([left[group.task.key] for group in groups], groups)
                         for group in groups:
                             del left[group.task.key]
             except Exception:
@@ -295,16 +295,15 @@ class Sampler:
             return []
         return await self._checkpoints.begin(items, tasks)
 
-    def _send(self, items: list[WorkItem], groups: Sequence[Finished]) -> None:
+    async def _send(self, items: list[WorkItem], groups: Sequence[Finished]) -> None:
+        envelopes: list[TrajectoryEnvelope] = []
         for item, group in zip(items, groups, strict=True):
             self._failures.add(item.group.position, group)
-        self._outlet.send(
-            items,
-            [envelope for item, group in zip(items, groups, strict=True) for envelope in self.encode(item.group, group)],
-        )
+            envelopes += await self.encode(item.group, group)
+        self._outlet.send(items, envelopes)
 
-    def encode(self, group: PromptGroup, finished: Any) -> list[TrajectoryEnvelope]:
-        """The envelopes of a group."""
+    async def encode(self, group: PromptGroup, finished: Any) -> list[TrajectoryEnvelope]:
+        """The envelopes of a group, with the receipts at the time of the call."""
         return encode_group(group, finished, self._receipts, self._who.worker, self._min_group_size)
 
     async def _tasks_of(self, items: list[WorkItem], left: dict[str, WorkItem]) -> list[Task]:

@@ -8,6 +8,7 @@ import logging
 import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -55,7 +56,7 @@ from rollout_workers.worker.serving import Server
 from rollout_workers.worker.spec import Identity, held_out_file
 from rollout_workers.worker.stream import WorkQueue
 from rollout_workers.worker.tls import of_agent, of_mesh
-from rollout_workers.worker.watchdog import LoopBeat, Watchdog
+from rollout_workers.worker.watchdog import LoopBeat, Observe, Watchdog
 
 if TYPE_CHECKING:
     from rollout_workers.inference.policy_sampling import Policy
@@ -120,6 +121,7 @@ async def run_inference_worker(
             pipeline = Pipeline.build(context, publisher, services, calls, clients)
             pauses = Pauses(model.engine, pipeline.puller)
             servicer = _servicer(spec, context, pipeline, calls, lifecycle, rewards, updates, pauses)
+            computes = "the engine has samples and computed no token", partial(progress_of, model.engine)
         else:
             from rollout_workers.inference import policy_serving as serving
 
@@ -137,6 +139,7 @@ async def run_inference_worker(
             servicer = InferenceServer(
                 context, serving.NoGeneration(), None, pipeline.puller, in_flight, lifecycle, None, updates, pauses
             )
+            computes = "the policy chose no actions", model.engine.progress
         if _starts_paused(spec.plan.config) and not who.reserved:
             await pauses.pause(0)
 
@@ -145,7 +148,7 @@ async def run_inference_worker(
         registration = await _serve(spec, who, lifecycle, server, servicer, delivery.WeightsServer(who, weights_cache))
         queue = await pipeline.start(client, heartbeat, who, reconnects)
         beat, answers = LoopBeat(), Answers(model.engine)
-        watchdog = _watchdog(spec, model.engine, beat, answers)
+        watchdog = _watchdog(spec, computes, beat, answers)
         cleanup.callback(watchdog.stop)
         watchdog.start()
         background = [
@@ -166,9 +169,9 @@ async def run_inference_worker(
         await server.stop(max(0.0, leaves_at - time.monotonic()))
 
 
-def _watchdog(spec: WorkerSpec, engine: Engine, beat: LoopBeat, answers: Answers) -> Watchdog:
+def _watchdog(spec: WorkerSpec, computes: tuple[str, Observe], beat: LoopBeat, answers: Answers) -> Watchdog:
     watchdog = Watchdog(spec.plan.config.limits.stall_seconds)
-    watchdog.add("the engine has samples and computed no token", lambda: progress_of(engine))
+    watchdog.add(*computes)
     watchdog.add("the engine answered no request", lambda: answers.count)
     watchdog.add("the event loop of the worker was blocked", lambda: beat.count)
     return watchdog

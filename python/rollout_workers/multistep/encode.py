@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import crc32c
@@ -10,23 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.outcomes import OUTCOMES
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.tensor.v1 import tensor_pb2
 from rollout.trajectory.v1 import trajectory_pb2 as pb
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
 from rollout_workers.multistep.errors import BatchInvalid
 from rollout_workers.multistep.player import Played
-from rollout_workers.weights.naming import dtype_name
-
-_OUTCOMES = {
-    "completed": pb.OUTCOME_COMPLETED,
-    "truncated": pb.OUTCOME_TRUNCATED,
-    "infra_failed": pb.OUTCOME_INFRA_FAILED,
-}
-_DTYPES = {
-    name: getattr(torch, name)
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
-}
+from rollout_workers.weights.naming import dtype_name, dtype_of
 
 
 class Receipts(Protocol):
@@ -40,17 +32,37 @@ class Receipts(Protocol):
     def of(self, version: int) -> WeightsReceipt: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedReceipts:
+    """The :class:`Receipts` of some versions, for other threads."""
+
+    current: WeightsReceipt
+    versions: Mapping[int, tuple[WeightsReceipt, str]]
+
+    @classmethod
+    def of_episodes(cls, receipts: Receipts, episodes: Sequence[Played]) -> RecordedReceipts:
+        """The receipts and digests of the versions that played these episodes."""
+        versions = {version for episode in episodes for version in (*episode.versions, receipts.current.version)}
+        return cls(receipts.current, {version: (receipts.of(version), receipts.digest(version)) for version in versions})
+
+    def digest(self, version: int) -> str:
+        return self.versions[version][1]
+
+    def of(self, version: int) -> WeightsReceipt:
+        return self.versions[version][0]
+
+
 def encode_played(
     group: PromptGroup, episodes: Sequence[Played], receipts: Receipts, worker: str, min_size: int
 ) -> list[pb.TrajectoryEnvelope]:
-    """One envelope per episode. worker, min_size: as for ``encode_group``."""
+    """One envelope per episode. Copies all tensors. worker, min_size: as for ``encode_group``."""
     return [_envelope(group, episode, receipts, worker, min_size) for episode in episodes]
 
 
 def _envelope(group: PromptGroup, episode: Played, receipts: Receipts, worker: str, min_size: int) -> pb.TrajectoryEnvelope:
     result = episode.result
     assert result is not None
-    outcome = _OUTCOMES[result.outcome]
+    outcome = OUTCOMES[result.outcome]
     key = pb.TrajectoryKey(
         run_id=group.run_id, epoch=group.epoch, index=group.index, attempt=group.attempt, sample=episode.sample
     )
@@ -105,7 +117,7 @@ def to_message(tensor: Tensor) -> tensor_pb2.Tensor:
 
 def from_message(message: tensor_pb2.Tensor) -> Tensor:
     """The tensor of a message, a copy. Raises :class:`BatchInvalid` if its parts don't fit."""
-    dtype = _DTYPES.get(message.dtype)
+    dtype = dtype_of(message.dtype)
     wanted = int(np.prod(list(message.shape), dtype=np.int64)) * (dtype.itemsize if dtype else 0)
     if dtype is None or wanted != len(message.data):
         raise BatchInvalid(f"a tensor of {message.dtype} {list(message.shape)} has {len(message.data)} bytes, not {wanted}")

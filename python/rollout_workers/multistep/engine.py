@@ -43,19 +43,21 @@ class NoLanguageModel(EdgeError):
 
 class PolicyEngine:
     """An ``Engine`` around the module of a policy. Methods belong to one event loop, except
-    ``stats``."""
+    ``stats`` and ``progress``."""
 
     def __init__(self, module: nn.Module, *, version: int, slots: int) -> None:
         """slots: environments that the policy acts in at once."""
         self.module = module
         self.version, self.slots = version, slots
-        self.active = self.queued = 0
-        """Episodes that are played, and that wait for an environment; their player sets them."""
+        self.counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Counts the episodes that are played, and that wait for an environment; of their player.
+        Thread-safe."""
         self.played = 0
         """Steps of all environments."""
         self._staging = Staging(dict(named_weights(module)))
         self._epoch = self._calls = 0
         self._busy = 0.0
+        self._acting = False
         self._free = asyncio.Event()
         self._free.set()
         self._lock = asyncio.Lock()
@@ -70,7 +72,11 @@ class PolicyEngine:
                 if not self._free.is_set():
                     continue
                 began = time.monotonic()
-                result = await asyncio.get_running_loop().run_in_executor(self._thread, choose)
+                self._acting = True
+                try:
+                    result = await asyncio.get_running_loop().run_in_executor(self._thread, choose)
+                finally:
+                    self._acting = False
                 self._busy += time.monotonic() - began
                 self._calls += 1
                 return result, self.version
@@ -115,11 +121,17 @@ class PolicyEngine:
         async with self._lock:
             return (await asyncio.to_thread(weights_digest, named_weights(self.module))).root
 
+    def progress(self) -> int | None:
+        """A number that changes with each call of the policy; None while none is computed, for
+        example during a step of the environments, which has its own limit. Thread-safe."""
+        return self._calls if self._acting else None
+
     def stats(self) -> EngineStats:
+        active, queued = self.counts()
         return EngineStats(
             slots=self.slots,
-            active=self.active,
-            queued=self.queued,
+            active=active,
+            queued=queued,
             paused=not self._free.is_set(),
             version=self.version,
             cache_epoch=self._epoch,

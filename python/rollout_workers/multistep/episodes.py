@@ -24,7 +24,7 @@ from rollout.environments.acting import ActingEnvironment
 from rollout_workers.multistep.environment import FLAGS, observations_of
 from rollout_workers.multistep.errors import BatchInvalid
 
-FAILED, LOST = "ENVIRONMENT_FAILED", "ENVIRONMENT_LOST"
+FAILED, LOST, TIMEOUT = "ENVIRONMENT_FAILED", "ENVIRONMENT_LOST", "ENVIRONMENT_TIMEOUT"
 
 
 class EpisodeRank:
@@ -48,6 +48,8 @@ class EpisodeRank:
         self._answer: dict[str, Any] = {}
         self.steps = 0
         """Steps that were played."""
+        self.playing: int | None = None
+        """The row whose environment computes. Any thread may read it."""
 
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any] | None:
         """Play a command; blocks. None for one that is older than the last. Raises
@@ -59,6 +61,11 @@ class EpisodeRank:
         self._sender, self._turn = command["sender"], command["turn"]
         self._answer = self._play(command["resets"], command["actions"], command["ended"])
         return self._answer
+
+    def fresh(self) -> EpisodeRank:
+        """Another rank with environments of its own, in which no episode is open. Raises the errors
+        of ``make``."""
+        return EpisodeRank(self._make, rows=self._rows, chunk=self._chunk, most_steps=self._most_steps)
 
     def close(self) -> None:
         """Close the environments that can be closed."""
@@ -79,6 +86,7 @@ class EpisodeRank:
         for row in ended:
             self._steps[row] = None
         for row in range(rows):
+            self.playing = row
             try:
                 if row in resets:
                     self._reset(row, resets[row])
@@ -88,9 +96,11 @@ class EpisodeRank:
                     final[row] = self._current[row]
                     for name, value in zip(FLAGS, (any(over), *over), strict=True):
                         flags[name][row, -1] = value
-            except Exception as error:
-                failures[row] = FAILED, f"{type(error).__name__}: {error}"
+            except (Exception, SystemExit) as error:
+                exits = isinstance(error, SystemExit)
+                failures[row] = FAILED, "the environment called sys.exit" if exits else f"{type(error).__name__}: {error}"
                 self._steps[row] = None
+        self.playing = None
         batch = {
             "obs": observations_of(self._current),
             "final_obs": observations_of(final) if bool(flags["dones"].any()) else None,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import queue
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from rollout_workers.multistep.channel import Channel
-from rollout_workers.multistep.episodes import LOST, EpisodeRank
+from rollout_workers.multistep.episodes import LOST, TIMEOUT, EpisodeRank
 from rollout_workers.multistep.ranks import Peer, channel_key
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MODE = "train"
@@ -87,16 +92,70 @@ class CommandLink:
             self._hosts[key] = answer["host"]
             log.warning("another process answers for %s; its open episodes begin again", key)
             lost = {first + row: (LOST, "the environment worker was restarted") for row in range(rows)}
-            self.failures |= {row: why for row, why in lost.items() if row not in self.resets}
+            self.failures = {row: why for row, why in lost.items() if row not in self.resets} | self.failures
         self.played.append(answer["played"])
         return answer["batch"]
 
 
-async def host_episodes(rank: EpisodeRank, commands: Channel, answers: Channel, own: int, peer: int) -> None:
+async def host_episodes(
+    rank: EpisodeRank, commands: Channel, answers: Channel, own: int, peer: int, *, limit_seconds: float = math.inf
+) -> None:
     """Answer the commands of one rollout rank until cancelled. own: the environment rank. peer: the
-    rollout rank."""
-    while True:
-        command = await commands.get(channel_key(peer, own, MODE))
-        answer = await asyncio.to_thread(rank.answer, command)
-        if answer is not None:
-            answers.put({**answer, "sender": command["sender"]}, channel_key(own, peer, MODE))
+    rollout rank.
+
+    A turn may last ``limit_seconds``. Then the episode whose environment computes has failed, and a
+    fresh rank in a new thread answers, in which the others begin again.
+    """
+    thread, replaced = _DaemonThread(), False
+    try:
+        while True:
+            command = await commands.get(channel_key(peer, own, MODE))
+            failures: dict[int, tuple[str, str]] = {}
+            while True:
+                try:
+                    async with asyncio.timeout(limit_seconds if limit_seconds < math.inf else None):
+                        answer = await thread.call(rank.answer, command)
+                    break
+                except TimeoutError:
+                    stuck = rank.playing
+                    if stuck is not None:
+                        failures[stuck] = TIMEOUT, f"the environment did not answer within {limit_seconds:g} s"
+                        command = {**command, "resets": {row: how for row, how in command["resets"].items() if row != stuck}}
+                    log.warning("an environment did not answer within %g s; new ones replace those of this worker", limit_seconds)
+                    thread = _DaemonThread()  # the other one ends with its call
+                    rank, replaced = await thread.call(rank.fresh), True
+            if answer is not None:
+                answer["failures"].update(failures)  # also of a repeated answer
+                answers.put({**answer, "sender": command["sender"]}, channel_key(own, peer, MODE))
+    finally:
+        thread.end()
+        if replaced:
+            rank.close()
+
+
+class _DaemonThread:
+    """Makes calls one after the other in a thread that does not keep the process alive, which those
+    of an executor do."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="environments", daemon=True).start()
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """The result of a call, which is made also if the future is cancelled."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        self._calls.put((future, function, arguments))
+        return asyncio.wrap_future(future)
+
+    def end(self) -> None:
+        """End the thread after the calls that were made."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function, arguments = call
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)

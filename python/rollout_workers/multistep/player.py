@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout.environment import Result
 from rollout_workers.multistep.engine import PolicyEngine
-from rollout_workers.multistep.episodes import LOST
+from rollout_workers.multistep.episodes import LOST, TIMEOUT
 from rollout_workers.multistep.errors import BatchInvalid, EnvironmentSilent
 from rollout_workers.multistep.link import CommandLink
 from rollout_workers.multistep.policy import Policy, Prediction
@@ -26,7 +26,7 @@ from rollout_workers.multistep.worker import MultiStepRolloutWorker
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT, _POLICY = "ENVIRONMENT_TIMEOUT", "POLICY_FAILED"
+_POLICY = "POLICY_FAILED"
 
 
 @dataclass(slots=True, eq=False)
@@ -149,12 +149,12 @@ class Player:
         self._ended: dict[Played, asyncio.Future[None]] = {}
         self._wake = asyncio.Event()
         self._over: list[int] = []  # rows whose episode ended without their environment's knowledge
+        engine.counts = self._counts
 
     async def play(self, episode: Played) -> Played:
         """Play an episode to its end. A cancelled call stops it."""
         done = self._ended[episode] = asyncio.get_running_loop().create_future()
         self._waiting.append(episode)
-        self._count()
         self._wake.set()
         try:
             await done
@@ -178,7 +178,7 @@ class Player:
             try:
                 batch = await self._turn(batch)
             except EnvironmentSilent as error:
-                batch = self._fail_all(_TIMEOUT, str(error))
+                batch = self._fail_all(TIMEOUT, str(error))
             except Exception as error:
                 log.exception("a turn of %d environments failed", len(self._rows))
                 batch = self._fail_all(getattr(error, "reason", "") or _POLICY, f"{type(error).__name__}: {error}")
@@ -194,7 +194,6 @@ class Player:
                 started = self._rows[row] = self._waiting.popleft()
                 started.since = time.time()
                 resets[row] = started.reset
-        self._count()
         prediction: Prediction | None = None
         version = 0
         chosen: Any = None
@@ -251,7 +250,6 @@ class Player:
             if ended[row]:
                 self._rows[row] = None
                 self._end(episode, bool(truncated[row]))
-        self._count()
 
     def _end(self, episode: Played, truncated: bool) -> None:
         stacked = {name: torch.stack([chunk[name] for chunk in episode.chunks]) for name in episode.chunks[0]}
@@ -292,11 +290,9 @@ class Player:
             if held is episode:
                 self._rows[row] = None
                 self._over.append(row)
-        self._count()
 
-    def _count(self) -> None:
-        self._engine.active = sum(episode is not None for episode in self._rows)
-        self._engine.queued = len(self._waiting)
+    def _counts(self) -> tuple[int, int]:
+        return sum(episode is not None for episode in self._rows), len(self._waiting)
 
 
 def _mixed(seed: int, turn: int) -> int:

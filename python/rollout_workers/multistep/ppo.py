@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout_workers.algorithms.ppo import PpoConfig, value_loss
+from rollout_workers.algorithms.surrogate import policy_loss
+from rollout_workers.algorithms.types import TokenBatch, ValueBatch
 from rollout_workers.multistep.actor_critic import ActorCritic
 from rollout_workers.multistep.channel import Channel
 from rollout_workers.multistep.errors import BatchInvalid
@@ -109,24 +112,35 @@ def update(policy: ActorCritic, optimizer: torch.optim.Optimizer, rollout: Rollo
     """Train on a rollout. The order of rows comes from torch's generator. Returns means over the
     update."""
     advantages = chunk_gae(rollout.rewards, rollout.values, rollout.dones, gamma=config.gamma, gae_lambda=config.gae_lambda)
-    data = (rollout.states, rollout.actions, rollout.logprobs, advantages, advantages + rollout.values[:-1])
+    values = rollout.values[:-1]
+    data = (rollout.states, rollout.actions, rollout.logprobs, values, advantages, advantages + values)
     flat = [tensor.flatten(0, 1) for tensor in data]
+    settings = PpoConfig(
+        clip_low=config.clip,
+        clip_high=config.clip,
+        entropy_coefficient=config.entropy_coefficient,
+        value_coefficient=config.value_coefficient,
+        value_clip=0.0,
+        off_policy=True,
+        old_policy="engine",
+    )
     sums = {"loss/policy": 0.0, "loss/value": 0.0, "entropy": 0.0, "clip_fraction": 0.0}
     for _ in range(config.epochs):
         for rows in torch.randperm(len(flat[0])).chunk(config.minibatches):
-            states, actions, old, advantage, target = (tensor[rows] for tensor in flat)
+            states, actions, old, before, advantage, target = (tensor[rows] for tensor in flat)
             logprobs, entropies, values = policy(states, actions)
             advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
-            ratio = (logprobs.sum(-1) - old).exp()
-            policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - config.clip, 1 + config.clip) * advantage).mean()
-            value_loss = (values[:, 0] - target).square().mean() / 2
-            entropy = entropies.sum(-1).mean()
-            loss = policy_loss + config.value_coefficient * value_loss - config.entropy_coefficient * entropy
+            size, entropy = float(len(rows)), entropies.sum(-1)
+            tokens = TokenBatch(logprobs.sum(-1), size, advantages=advantage, engine_logprobs=old, entropy=entropy)
+            chosen = policy_loss(tokens, config=settings)
+            valued = value_loss(ValueBatch(values[:, 0], before, target, size), config=settings)
             optimizer.zero_grad()
-            loss.backward()
+            (chosen.loss + valued.loss).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_gradient_norm)
             optimizer.step()
-            clipped = ((ratio - 1).abs() > config.clip).float().mean()
-            for name, value in zip(sums, (policy_loss, value_loss, entropy, clipped), strict=True):
-                sums[name] += float(value.detach())
+            bonus = entropy.detach().mean()
+            sums["loss/policy"] += float(chosen.loss.detach() + config.entropy_coefficient * bonus)
+            sums["loss/value"] += float(valued.sums["value/loss"]) / size
+            sums["entropy"] += float(bonus)
+            sums["clip_fraction"] += float(chosen.sums["clip_fraction"]) / size
     return {name: value / (config.epochs * config.minibatches) for name, value in sums.items()}

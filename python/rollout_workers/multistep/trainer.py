@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from rollout_workers.algorithms import build_algorithm
 from rollout_workers.algorithms.advantage import whiten
 from rollout_workers.algorithms.ppo import PpoConfig, gae
+from rollout_workers.algorithms.types import Algorithm, LossTerms, TokenBatch, ValueBatch
 from rollout_workers.devices import repeat_bits
 from rollout_workers.multistep.policy import load_policy
 from rollout_workers.trainer.distributed.ranks import ALONE
@@ -112,50 +113,41 @@ def _check(sample: TrainSample) -> None:
         raise BadBatch(f"the tensors of sample {sample.sample} of group {sample.group_key} don't fit each other: {shapes}")
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """The loss of some chunks: a sum over what counts, and its parts for metrics."""
-
-    total: Tensor
-    sums: Mapping[str, float]
-
-
-def loss_of(model: Any, chunks: Chunks, rows: Tensor, config: PpoConfig, device: Any) -> Loss:
-    """PPO's clipped loss (Schulman et al., arXiv 1707.06347) with value loss and entropy bonus, the
-    sum over the chunks ``rows`` (int64 [R]), or over their actions."""
+def loss_of(model: Any, chunks: Chunks, rows: Tensor, algorithm: Algorithm, *, normalizer: float) -> LossTerms:
+    """The losses of PPO (``surrogate.policy_loss`` and ``ppo.value_loss``) of the chunks ``rows``
+    (int64 [R]), or of their actions, which are the tokens of the algorithm. normalizer: those that
+    count in all parts of the update."""
+    device = model.device
     inputs = {name: tensor[rows].to(device) for name, tensor in chunks.inputs.items()}
-    logprobs, entropies, values = model(**inputs)
+    logprobs, entropies, values = (tensor.float() for tensor in model(**inputs))
     played = chunks.played[rows].to(device)
-    logprobs, entropies, values = logprobs.float(), entropies.float(), values.float()
     if chunks.logprobs.dim() == 1:
         logprobs, entropies, values = (logprobs * played).sum(-1), (entropies * played).sum(-1), values[:, 0]
     counted = chunks.counted[rows].to(device)
-    old, advantage, target, before = (
+    sampled, advantages, returns, before = (
         tensor[rows].to(device)[counted] for tensor in (chunks.logprobs, chunks.advantages, chunks.returns, chunks.values)
     )
-    logprobs, entropies, values = logprobs[counted], entropies[counted], values[counted]
-    difference = logprobs - old
-    ratio = difference.exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    surrogate = -torch.minimum(ratio * advantage, clipped * advantage)
-    if config.dual_clip:
-        surrogate = torch.where(advantage < 0, torch.minimum(surrogate, -config.dual_clip * advantage), surrogate)
-    error = (values - target).square()
-    if config.value_clip > 0:
-        bounded = before + (values - before).clamp(-config.value_clip, config.value_clip)
-        error = torch.maximum(error, (bounded - target).square())
-    total = surrogate.sum() + config.value_coefficient * error.sum() / 2 - config.entropy_coefficient * entropies.sum()
+    episode = chunks.episode[rows].to(device)
+    tokens = TokenBatch(
+        logprobs=logprobs[counted],
+        normalizer=normalizer,
+        sample=(episode if counted.dim() == 1 else episode[:, None].expand_as(counted))[counted],
+        advantages=advantages,
+        engine_logprobs=sampled,
+        entropy=entropies[counted],
+    )
+    assert algorithm.value_loss is not None
+    policy = algorithm.loss(tokens)
+    value = algorithm.value_loss(ValueBatch(values[counted], before, returns, normalizer))
     with torch.no_grad():
-        outside = ((ratio > 1 + config.clip_high) & (advantage > 0)) | ((ratio < 1 - config.clip_low) & (advantage < 0))
-        sums = {
-            "entropy": float(entropies.sum()),
-            "clip_fraction": float(outside.float().sum()),
-            "value/loss": float(error.sum()) / 2,
-            "value/mean": float(values.sum()),
-            "value/error": float((values - target).abs().sum()),
-            "kl/update": float((ratio - 1 - difference).sum()),
-        }
-    return Loss(total, sums)
+        difference = tokens.logprobs - sampled
+        own = {"entropy": entropies[counted].sum(), "kl/update": (difference.exp() - 1 - difference).sum()}
+    return LossTerms(policy.loss + value.loss, {**policy.sums, **value.sums, **own})
+
+
+def of_actions(settings: PpoConfig) -> PpoConfig:
+    """Settings with which the ratio is that to the probability at the time of sampling."""
+    return replace(settings, off_policy=True, old_policy="engine")
 
 
 class PolicyTrainer(Trainer):
@@ -165,8 +157,8 @@ class PolicyTrainer(Trainer):
         """Load the policy, at step 0. Raises the errors of ``load_policy``."""
         assert config.acting is not None and isinstance(config.settings, PpoConfig)
         self.ranks, self.model_dir, self.config, self.step = ALONE, Path(model_dir), config, 0
-        self._ppo, self._reward_type = config.settings, config.acting.reward_type
-        self.algorithm = build_algorithm(config.algorithm, config.settings)
+        self._ppo, self._reward_type = of_actions(config.settings), config.acting.reward_type
+        self.algorithm = build_algorithm(config.algorithm, self._ppo)
         self._use_threads()
         if config.deterministic:
             repeat_bits()
@@ -236,13 +228,12 @@ class PolicyTrainer(Trainer):
     def _accumulate_part(self, chunks: Chunks, rows: Tensor, weight: int, sums: dict[str, float], timer: PhaseTimer) -> float:
         model = self.policy.model
         with timer.measure("forward"):
-            part = loss_of(model, chunks, rows, self._ppo, model.device)
-            loss = part.total / weight
+            part = loss_of(model, chunks, rows, self.algorithm, normalizer=weight)
         for name, value in part.sums.items():
-            sums[name] = sums.get(name, 0.0) + value
+            sums[name] = sums.get(name, 0.0) + float(value)
         with timer.measure("backward"):
-            self.optimizers.add(torch.autograd.grad(loss, self.optimizers.parameters, allow_unused=True))
-        return float(loss.detach())
+            self.optimizers.add(torch.autograd.grad(part.loss, self.optimizers.parameters, allow_unused=True))
+        return float(part.loss.detach())
 
     def _minibatches(self, chunks: int, step: int) -> Iterator[Tensor]:
         """The rows of each update. Their order depends on the seed of the run and the step."""

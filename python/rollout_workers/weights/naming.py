@@ -25,6 +25,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
         torch.bool,
     )
 }
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -34,6 +35,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     if name is None:
         raise ValueError(f"{dtype} has no transport name; cast the tensor to one of {sorted(DTYPE_NAMES.values())}")
     return name
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype of a transport name; None for an unknown one."""
+    return _DTYPES.get(name)
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

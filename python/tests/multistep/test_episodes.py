@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +19,7 @@ from multistep.worlds import actor_critic
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout.trajectory.v1 import trajectory_pb2
 from rollout_workers.algorithms.ppo import PpoConfig
+from rollout_workers.inference.monitor import progress_of
 from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.learner.payload import PayloadCorrupt, parsed
 from rollout_workers.multistep import MemoryChannel, MultiStepRolloutWorker
@@ -27,7 +30,7 @@ from rollout_workers.multistep.episodes import EpisodeRank
 from rollout_workers.multistep.errors import BatchInvalid
 from rollout_workers.multistep.link import CommandLink, host_episodes
 from rollout_workers.multistep.player import ByRow, Played, Player
-from rollout_workers.multistep.trainer import PolicyTrainer, chunks_of
+from rollout_workers.multistep.trainer import PolicyTrainer, chunks_of, loss_of
 from rollout_workers.trainer import ActingConfig, BadBatch, TrainerConfig, TrainSample
 from rollout_workers.trainer.optim.schedule import Schedule
 
@@ -59,7 +62,14 @@ def config(rows: int, ranks: int = 1) -> dict[str, Any]:
 
 @asynccontextmanager
 async def playing(
-    rows: int, ranks: int = 1, *, repeatable: bool = True, policy: Any = None, make: Any = Count, most_steps: int = 100
+    rows: int,
+    ranks: int = 1,
+    *,
+    repeatable: bool = True,
+    policy: Any = None,
+    make: Any = Count,
+    most_steps: int = 100,
+    limit_seconds: float = math.inf,
 ):
     policy = policy or actor_critic()
     engine = PolicyEngine(policy, version=3, slots=rows)
@@ -72,7 +82,7 @@ async def playing(
     player = Player(worker, link, engine, by_row=by_row)
     hosted = [EpisodeRank(make, rows=peer.rows, chunk=2, most_steps=most_steps) for peer in peers]
     tasks = [
-        asyncio.create_task(host_episodes(host, commands, answers, peer.rank, 0))
+        asyncio.create_task(host_episodes(host, commands, answers, peer.rank, 0, limit_seconds=limit_seconds))
         for host, peer in zip(hosted, peers, strict=True)
     ]
     tasks.append(asyncio.create_task(player.run()))
@@ -172,6 +182,82 @@ async def test_a_failing_environment_fails_its_episode_alone() -> None:
     assert failed.result is not None and (failed.result.outcome, failed.result.reason) == ("infra_failed", "ENVIRONMENT_FAILED")
     assert failed.result.message == "ValueError: no options {'wind': 2}" and not failed.tensors
     assert good.result is not None and good.result.outcome in ("completed", "truncated")
+
+
+class Raises(Count):
+    """Its first step raises."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        raise ValueError("no steps")
+
+
+async def test_the_engine_has_no_samples_when_the_last_episode_has_failed() -> None:
+    async with playing(2, make=Raises) as (player, engine, _, _):
+        played = await play(player, [1])
+        stats = engine.stats()
+    assert played[0].result is not None and played[0].result.message == "ValueError: no steps"
+    assert (stats.active, stats.queued) == (0, 0) and progress_of(engine) is None
+
+
+async def test_only_the_policy_is_watched_and_not_the_steps_of_environments() -> None:
+    stepping, release = threading.Event(), threading.Event()
+
+    class Slow(Count):
+        def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+            stepping.set()
+            release.wait(20)
+            return super().step(action)
+
+    async with playing(1, make=Slow) as (player, engine, _, _):
+        playing_it = asyncio.create_task(play(player, [1]))
+        try:
+            assert await asyncio.to_thread(stepping.wait, 20)
+            assert engine.stats().active == 1 and engine.progress() is None
+        finally:
+            release.set()
+        await playing_it
+        before = engine.progress()
+        (observed, _), _ = await engine.act(lambda: (engine.progress(), 0))
+    assert before is None and observed == engine.stats().steps - 1
+
+
+async def test_an_environment_that_hangs_fails_its_episode_and_the_others_begin_again() -> None:
+    release = threading.Event()
+
+    class Hangs(Count):
+        """Hangs with the seed 3."""
+
+        def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+            if self.seed == 3:
+                release.wait(30)
+            return super().step(action)
+
+    async with playing(4, most_steps=5) as (player, *_):
+        undisturbed = await play(player, range(7))
+    async with playing(4, most_steps=5, make=Hangs, limit_seconds=0.5) as (player, *_):
+        played = await play(player, range(7))
+    release.set()
+    result = played[3].result
+    assert result is not None and (result.outcome, result.reason) == ("infra_failed", "ENVIRONMENT_TIMEOUT")
+    assert result.message == "the environment did not answer within 0.5 s" and not played[3].tensors
+    del played[3], undisturbed[3]
+    assert [content(e) for e in played] == [content(e) for e in undisturbed]
+
+
+async def test_an_environment_that_calls_exit_fails_its_episode_alone() -> None:
+    class Exits(Count):
+        """Calls ``sys.exit`` with the seed 1."""
+
+        def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+            if self.seed == 1:
+                raise SystemExit(3)
+            return super().step(action)
+
+    async with playing(2, make=Exits) as (player, *_):
+        played = await play(player, range(3))
+    assert [episode.result.outcome for episode in played if episode.result][1] == "infra_failed"
+    assert played[1].result is not None and played[1].result.message == "the environment called sys.exit"
+    assert all(episode.result and not episode.result.reason for episode in (played[0], played[2]))
 
 
 async def test_episodes_of_a_restarted_environment_process_begin_again() -> None:
@@ -311,8 +397,10 @@ async def test_values_of_chunks_alone_have_no_advantages_of_actions() -> None:
         chunks_of(batch, PpoConfig(), "chunk_level")
 
 
-def trainer(folder: Path, level: str = "chunk_level", **changes: Any) -> PolicyTrainer:
-    ppo = PpoConfig(gamma=0.9, kl_coefficient=0.0, value_clip=0.0, value_coefficient=0.5, epochs=2, minibatches=2)
+PPO = PpoConfig(gamma=0.9, kl_coefficient=0.0, value_clip=0.0, value_coefficient=0.5, epochs=2, minibatches=2)
+
+
+def trainer(folder: Path, level: str = "chunk_level", ppo: PpoConfig = PPO, **changes: Any) -> PolicyTrainer:
     return PolicyTrainer(
         folder,
         TrainerConfig(
@@ -340,6 +428,52 @@ async def test_a_trainer_continues_from_its_state_bit_for_bit(tmp_path: Path, le
     assert metrics["updates"] == 4 and metrics["entropy"] > 0 and len(results[0].advantages) == 6
     written = whole.write_weights(tmp_path / "weights")
     assert written.digest == whole.weights_digest().root and (tmp_path / "weights" / "actor_critic.py").is_file()
+
+
+def reference_loss(trained: PolicyTrainer, batch: Sequence[TrainSample], level: str, ppo: PpoConfig) -> torch.Tensor:
+    """The clipped loss, the value loss, and the entropy bonus, action by action or chunk by chunk."""
+    chunks = chunks_of(batch, ppo, level)
+    logprobs, entropies, values = trained.policy.model(**chunks.inputs)
+    losses = []
+    for row, played in enumerate(chunks.played.tolist()):
+        places = [place for place, was in enumerate(played) if was]
+        units = [places] if level == "chunk_level" else [[place] for place in places]
+        for unit in units:
+            at = (row,) if level == "chunk_level" else (row, unit[0])
+            advantage, old, value = (
+                chunks.advantages[at],
+                chunks.logprobs[at],
+                values[row, unit[0] if level != "chunk_level" else 0],
+            )
+            ratio = (sum(logprobs[row, place] for place in unit) - old).exp()
+            clipped = ratio.clamp(1 - ppo.clip_low, 1 + ppo.clip_high)
+            gain = torch.minimum(ratio * advantage, clipped * advantage)
+            if ppo.dual_clip and advantage < 0:
+                gain = torch.maximum(gain, ppo.dual_clip * advantage)
+            before, target = chunks.values[at], chunks.returns[at]
+            bounded = before + (value - before).clamp(-ppo.value_clip, ppo.value_clip)
+            error = torch.maximum((value - target) ** 2, (bounded - target) ** 2) / 2
+            entropy = sum(entropies[row, place] for place in unit)
+            losses.append(-gain + ppo.value_coefficient * error - ppo.entropy_coefficient * entropy)
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("level", ["chunk_level", "action_level"])
+async def test_the_loss_is_that_of_ppo(tmp_path: Path, level: str) -> None:
+    actor_critic().save_pretrained(tmp_path)
+    batch = sorted(await samples(), key=lambda sample: sample.sample)
+    ppo = PpoConfig(
+        clip_low=0.01, clip_high=0.02, dual_clip=1.01, value_clip=0.05, value_coefficient=0.3, entropy_coefficient=0.1, gamma=0.9
+    )
+    trained = trainer(tmp_path, level, ppo=ppo)
+    with torch.no_grad():
+        for parameter in trained.policy.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    chunks = chunks_of(batch, ppo, level)
+    weight = float(chunks.counted.sum())
+    found = loss_of(trained.policy.model, chunks, torch.arange(len(chunks.episode)), trained.algorithm, normalizer=weight)
+    torch.testing.assert_close(found.loss, reference_loss(trained, batch, level, ppo))
+    assert 0 < float(found.sums["clip_fraction"]) < weight
 
 
 async def test_microbatches_give_the_same_gradient(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ func (r *checker) idle() {
 	if name == "" {
 		return
 	}
+	reported := r.idleMultistep()
 	for _, one := range idleKeys {
 		where := strings.Replace(one.where, "*", name, 1)
 		if !r.Readable(where) || r.text(where) != one.is {
@@ -40,7 +41,7 @@ func (r *checker) idle() {
 		}
 		for _, key := range one.keys {
 			key = strings.Replace(key, "*", name, 1)
-			if r.Wrote(key) && r.Readable(key) {
+			if r.Wrote(key) && r.Readable(key) && !reported[key] {
 				r.Problems.At(r.Place(key), problem.Conflict, key,
 					fmt.Sprintf("`%s` has no effect where `%s` is %s: %s", key, where, one.is, one.why), "remove it, or change `"+where+"`")
 			}

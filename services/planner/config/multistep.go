@@ -1,8 +1,11 @@
 package config
 
 import (
+	"fmt"
+
 	"github.com/rollout-rl/rollout/libs/algorithm"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
 // multistepRules are the rules of runs whose policy acts for many steps: no tokens are sampled, and
@@ -84,4 +87,54 @@ func whereMultistep(id, message string, keys []string, broken func(c *configv1.R
 	return traitRule{id, message, keys, func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
 		return c.GetMultistep() != nil && broken(c)
 	}}
+}
+
+// idleMultistep has keys without an effect in runs with `[multistep]`.
+var idleMultistep = []struct {
+	why  string
+	keys []string
+}{
+	{"no tokens are sampled", []string{
+		"sampling.max_tokens", "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p", "sampling.stop",
+		"engine.max_model_len", "model.chat_family", "environment.max_turns", "environment.max_episode_tokens",
+		"algorithm.ppo.overlong_share", "algorithm.ppo.overlong_penalty",
+	}},
+	{"no group is replaced", []string{"sampling.refill_rounds", "sampling.refill_shortfall"}},
+	{"`multistep.environments` are played at once", []string{"engine.slots", "environment.concurrency"}},
+	{"the environment is `multistep.environment`", []string{
+		"environment.args", "environment.python", "environment.max_child_sessions", "environment.credit",
+	}},
+	{"`environment.turn_timeout_seconds` and `multistep.max_steps` limit an episode", []string{
+		"environment.tool_timeout_seconds", "environment.episode_timeout_seconds", "environment.group_timeout_seconds",
+	}},
+	{"the whole row goes to the environment", []string{"data.prompt_field", "data.answer_field"}},
+	{"no initial policy is loaded", []string{
+		"algorithm.ppo.kl_estimator", "algorithm.ppo.kl_in", "algorithm.ppo.kl_target", "algorithm.ppo.kl_horizon", "health.kl_reference",
+	}},
+	{"the ratio is that to the probability at the time of sampling", []string{
+		"algorithm.ppo.old_policy", "algorithm.ppo.importance_correction", "algorithm.ppo.importance_level",
+		"algorithm.ppo.importance_cap", "algorithm.ppo.importance_floor",
+	}},
+	{"a minibatch has chunks of different episodes", []string{"algorithm.ppo.reduction"}},
+	{"a truncated episode ends with the value of its last observation", []string{"algorithm.ppo.mask_truncated"}},
+	{"the policy has the values", []string{"algorithm.ppo.critic_learning_rate"}},
+	{"activations of a policy are always stored", []string{"train.gradient_checkpointing"}},
+}
+
+// idleMultistep reports keys that the text sets and that have no effect with `[multistep]`, and
+// returns them.
+func (r *checker) idleMultistep() map[string]bool {
+	reported := map[string]bool{}
+	if r.Config.GetMultistep() == nil {
+		return reported
+	}
+	for _, one := range idleMultistep {
+		for _, key := range one.keys {
+			if r.Wrote(key) && r.Readable(key) {
+				reported[key] = true
+				r.Problems.At(r.Place(key), problem.Conflict, key, fmt.Sprintf("`%s` has no effect with `[multistep]`: %s", key, one.why), "remove it")
+			}
+		}
+	}
+	return reported
 }

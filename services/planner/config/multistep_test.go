@@ -37,6 +37,34 @@ func TestMultistepRules(t *testing.T) {
 			t.Errorf("%s: got %v, want %q", set, found, want)
 		}
 	}
+	for set, want := range map[string]string{
+		`sampling.temperature=0.5`:                   "no tokens are sampled",
+		`sampling.refill_rounds=2`:                   "no group is replaced",
+		`engine.slots=4`:                             "`multistep.environments` are played at once",
+		`environment.args={x=1}`:                     "the environment is `multistep.environment`",
+		`environment.episode_timeout_seconds=9.0`:    "`environment.turn_timeout_seconds` and `multistep.max_steps` limit an episode",
+		`data.prompt_field="question"`:               "the whole row goes to the environment",
+		`algorithm.ppo.kl_in="loss"`:                 "no initial policy is loaded",
+		`algorithm.ppo.importance_correction="none"`: "the ratio is that to the probability at the time of sampling",
+		`algorithm.ppo.reduction="sequence"`:         "a minibatch has chunks of different episodes",
+		`algorithm.ppo.mask_truncated=true`:          "a truncated episode ends with the value of its last observation",
+		`algorithm.ppo.critic_learning_rate=1e-4`:    "the policy has the values",
+		`train.gradient_checkpointing=true`:          "activations of a policy are always stored",
+	} {
+		key, _, _ := strings.Cut(set, "=")
+		found := read(t, text, set).Sorted()
+		wanted := "`" + key + "` has no effect with `[multistep]`: " + want
+		if len(found) != 1 || found[0].GetMessage() != wanted || found[0].GetField() != key || found[0].GetFix() != "remove it" || found[0].GetFile() == "" {
+			t.Errorf("%s: got %v, want %q", set, found, wanted)
+		}
+	}
+	for _, one := range idleMultistep {
+		for _, key := range one.keys {
+			if keyAt(key) == nil {
+				t.Errorf("there is no key %q", key)
+			}
+		}
+	}
 	if found := read(t, text, `data.eval="e"`, "eval.every_steps=1").Sorted(); len(found) != 1 || !strings.Contains(found[0].GetMessage(), "`eval.every_steps` must be 0 with `[multistep]`") {
 		t.Error(found)
 	}
