@@ -32,7 +32,7 @@ var bounded = map[string]string{
 	"rollout.inference.v1.":                                "a completion of the prompts of one request, or the state of one worker",
 	"rollout.trajectory.v1.":                               "one trajectory, whose length the context window limits",
 	"rollout.session.v1.Segment.":                          "one segment, whose length the context window limits",
-	"rollout.tensor.v1.":                                   "one tensor",
+	"rollout.tensor.v1.":                                   "one tensor, or one item that two ranks exchange",
 	"rollout.weights.v1.":                                  "the tensors of one version, whose number the model has",
 	"rollout.wait.v1.":                                     "a wait names a few of what it waits for",
 	"rollout.event.v1.Event.":                              "one event; AppendEvents takes no larger message",

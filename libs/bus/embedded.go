@@ -172,17 +172,19 @@ func (e *Embedded) expel(ctx context.Context) {
 	}
 }
 
-// permissions are what the workers of a run do: pull work, acknowledge it, share it, and send
-// trajectories and events. Answers arrive in inboxes that no other run may listen on.
+// permissions are what the workers of a run do: pull work, acknowledge it, share it, exchange
+// batches with environments, and send trajectories and events. Answers arrive in inboxes that no
+// other run may listen on.
 func permissions(run string) *server.Permissions {
 	inbox, idle := "_INBOX_"+run+".>", names.IdleSubject(run)
+	items, acks := names.ExchangeSubject(run)+".>", names.ExchangeAcksSubject(run)+".>"
 	return &server.Permissions{
 		Publish: &server.SubjectPermission{Allow: []string{
-			names.TrajSubject(run), idle, names.RunEventSubject(run), inbox,
+			names.TrajSubject(run), idle, names.RunEventSubject(run), inbox, items, acks,
 			"$JS.API.CONSUMER.MSG.NEXT." + names.WorkStream(run) + "." + names.WorkersConsumer, "$JS.API.STREAM.INFO." + names.WorkStream(run),
 			"$JS.API.STREAM.INFO." + names.TrajStream(run), "$JS.ACK." + names.WorkStream(run) + ".>", "$JS.ACK.*.*." + names.WorkStream(run) + ".>",
 		}},
-		Subscribe: &server.SubjectPermission{Allow: []string{inbox, idle, idle + " >"}},
+		Subscribe: &server.SubjectPermission{Allow: []string{inbox, idle, idle + " >", items, acks}},
 	}
 }
 

@@ -56,6 +56,16 @@ def idle_subject(run: str) -> str:
     return f"rollout.idle.{run}"
 
 
+def exchange_subject(run: str) -> str:
+    """The prefix, before `.<channel>.<key>`, of the subjects on which ranks send items of channels, outside of any stream."""
+    return f"rollout.exchange.{run}"
+
+
+def exchange_acks_subject(run: str) -> str:
+    """The prefix of the subjects on which receivers acknowledge items of channels."""
+    return f"rollout.exchange_acks.{run}"
+
+
 def run_event_subject(run: str) -> str:
     """The subject of a run's EventBatches."""
     return f"rollout.events.{run}"

@@ -48,6 +48,12 @@ func TrajSubject(run string) string { return "rollout.traj." + run }
 // IdleSubject is the subject on which workers report that they have no work, outside of any stream.
 func IdleSubject(run string) string { return "rollout.idle." + run }
 
+// ExchangeSubject is the prefix, before `.<channel>.<key>`, of the subjects on which ranks send items of channels, outside of any stream.
+func ExchangeSubject(run string) string { return "rollout.exchange." + run }
+
+// ExchangeAcksSubject is the prefix of the subjects on which receivers acknowledge items of channels.
+func ExchangeAcksSubject(run string) string { return "rollout.exchange_acks." + run }
+
 // RunEventSubject is the subject of a run's EventBatches.
 func RunEventSubject(run string) string { return "rollout.events." + run }
 

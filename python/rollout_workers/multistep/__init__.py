@@ -4,7 +4,17 @@ docs/multistep.md has an example.
 """
 
 from rollout_workers.multistep.channel import Channel, MemoryChannel
-from rollout_workers.multistep.errors import BatchInvalid, EnvironmentSilent, SettingsInvalid, WeightsMismatch
+from rollout_workers.multistep.errors import (
+    BatchInvalid,
+    ChannelClosed,
+    ChannelFull,
+    EnvironmentSilent,
+    KeyInvalid,
+    PeerLost,
+    SettingsInvalid,
+    WeightsMismatch,
+)
+from rollout_workers.multistep.nats_channel import NatsChannel
 from rollout_workers.multistep.policy import Policy, Prediction
 from rollout_workers.multistep.ranks import Peer, channel_key, mapped_ranks
 from rollout_workers.multistep.weights import ActorWeights, MemoryWeights, Receipt, WeightSource
@@ -14,11 +24,16 @@ __all__ = [
     "ActorWeights",
     "BatchInvalid",
     "Channel",
+    "ChannelClosed",
+    "ChannelFull",
     "EnvironmentSilent",
+    "KeyInvalid",
     "MemoryChannel",
     "MemoryWeights",
     "MultiStepRolloutWorker",
+    "NatsChannel",
     "Peer",
+    "PeerLost",
     "Policy",
     "Prediction",
     "Receipt",

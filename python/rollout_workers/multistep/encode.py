@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import crc32c
-import numpy as np
-import torch
 from torch import Tensor
 
 from rollout.outcomes import OUTCOMES
 from rollout.run.v1.run_pb2 import PromptGroup
-from rollout.tensor.v1 import tensor_pb2
 from rollout.trajectory.v1 import trajectory_pb2 as pb
 from rollout.weights.v1.weights_pb2 import WeightsReceipt
-from rollout_workers.multistep.errors import BatchInvalid
 from rollout_workers.multistep.player import Played
-from rollout_workers.weights.naming import dtype_name, dtype_of
+from rollout_workers.multistep.tensors import from_message, to_message
 
 
 class Receipts(Protocol):
@@ -106,24 +102,6 @@ def spans(versions: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if place == len(versions) or versions[place] != versions[start]:
             yield versions[start], start, place
             start = place
-
-
-def to_message(tensor: Tensor) -> tensor_pb2.Tensor:
-    """A tensor on the CPU as a message."""
-    raw = tensor.detach().contiguous()
-    data = raw.view(torch.uint8) if raw.dim() else raw.reshape(1).view(torch.uint8)
-    return tensor_pb2.Tensor(dtype=dtype_name(raw.dtype), shape=raw.shape, data=data.numpy().tobytes())
-
-
-def from_message(message: tensor_pb2.Tensor) -> Tensor:
-    """The tensor of a message, a copy. Raises :class:`BatchInvalid` if its parts don't fit."""
-    dtype = dtype_of(message.dtype)
-    wanted = int(np.prod(list(message.shape), dtype=np.int64)) * (dtype.itemsize if dtype else 0)
-    if dtype is None or wanted != len(message.data):
-        raise BatchInvalid(f"a tensor of {message.dtype} {list(message.shape)} has {len(message.data)} bytes, not {wanted}")
-    if not message.data:
-        return torch.empty(list(message.shape), dtype=dtype)
-    return torch.frombuffer(bytearray(message.data), dtype=dtype).reshape(list(message.shape))
 
 
 def tensors_of(trajectory: pb.Trajectory) -> Mapping[str, Tensor]:

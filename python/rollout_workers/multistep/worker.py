@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollout_workers.multistep.channel import Channel
+from rollout_workers.multistep.channel import Exchange
 from rollout_workers.multistep.errors import BatchInvalid, EnvironmentSilent, SettingsInvalid
 from rollout_workers.multistep.merging import merge, rows_of
 from rollout_workers.multistep.policy import Policy, Prediction, load_policy, rows_of_actions
@@ -61,7 +61,7 @@ class MultiStepRolloutWorker:
         """The version of the weights that the last sync loaded; 0 before it."""
         return self.receipt.version if self.receipt else 0
 
-    async def recv_env_output(self, input_channel: Channel, mode: Mode = "train") -> dict[str, Any]:
+    async def recv_env_output(self, input_channel: Exchange, mode: Mode = "train") -> dict[str, Any]:
         """Receive one batch from each mapped environment rank, in order of ranks, and merge them
         (:func:`merge`). A call that is cancelled or raises :class:`EnvironmentSilent` loses
         nothing: the next one continues with the rank that it waited for. Raises
@@ -82,7 +82,7 @@ class MultiStepRolloutWorker:
         """Forget the batches that a call which raised :class:`EnvironmentSilent` had received."""
         self._arrived[mode] = []
 
-    async def _receive(self, channel: Channel, peer: Peer, mode: Mode) -> Any:
+    async def _receive(self, channel: Exchange, peer: Peer, mode: Mode) -> Any:
         key, limit = channel_key(peer.rank, self.settings.rank, mode), self.settings.receive_timeout_seconds
         try:
             async with asyncio.timeout(limit):
@@ -134,7 +134,7 @@ class MultiStepRolloutWorker:
 
     def send_chunk_actions(
         self,
-        output_channel: Channel,
+        output_channel: Exchange,
         chunk_actions: Tensor | np.ndarray[Any, Any],
         mode: Mode = "train",
     ) -> None:
