@@ -59,13 +59,16 @@ var (
 		},
 		Threads: func(c *configv1.RunConfig) (uint32, int) { return 0, max(1, int(c.GetEngine().GetWorkers())) },
 	}
+	// Environment hosts environments for rollout workers of other processes. People start it, not a
+	// supervisor.
+	Environment = Kind{Name: "environment"}
 	// Trackers writes metrics to the trackers of [sinks]. It is not supervised: a run does not depend
 	// on it.
 	Trackers = Kind{Name: "sinks", Detached: true}
 )
 
 // Kinds are all kinds. Supervisors start in this order.
-var Kinds = []Kind{Learner, Inference, Reward, Trackers}
+var Kinds = []Kind{Learner, Inference, Reward, Environment, Trackers}
 
 // Reserved reports whether the n-th worker of the kind only evaluates (eval.workers): the last ones
 // do.

@@ -1,6 +1,7 @@
 """``rollout-worker inference|learner|reward|sinks``: one worker of one run, started by the
 scheduler (docs/wire.md).
 
+``rollout-worker environment``: environments for rollout workers (docs/multistep.md).
 ``rollout-worker replay``: train a run's recorded batches again, for ``rollout replay``.
 ``rollout-worker merge``: merge adapters into their model, for ``rollout export weights``.
 ``rollout-worker export``: write a run's metrics to trackers, for ``rollout export metrics``.

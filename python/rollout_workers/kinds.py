@@ -82,6 +82,12 @@ def _follow_learner(spec: WorkerSpec) -> int:
     return follow_leader(place(spec.plan.config))
 
 
+async def _environment(process: Process, link: Link) -> None:
+    from rollout_workers.multistep.hosting import run_environment_worker
+
+    await run_environment_worker(process.spec, process.who, process.lifecycle)
+
+
 async def _reward(process: Process, link: Link) -> None:
     from rollout_workers.scoring.worker import run_reward_worker
 
@@ -142,13 +148,14 @@ def _episodes(spec: str) -> NoReturn:
 
 WORKERS: Mapping[str, LinkedKind | DetachedKind] = MappingProxyType(
     {
+        "environment": LinkedKind(_environment),
         "inference": LinkedKind(_inference),
         "learner": LinkedKind(_learner, follow=_follow_learner),
         "reward": LinkedKind(_reward),
         "sinks": DetachedKind(_trackers),
     }
 )
-"""Workers of a run, which the scheduler starts with a spec."""
+"""Workers of a run, which the scheduler starts with a spec; people start ``environment``."""
 
 COMMANDS: Mapping[str, Callable[[str], NoReturn]] = MappingProxyType(
     {

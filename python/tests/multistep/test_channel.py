@@ -171,8 +171,8 @@ async def test_close_reports_items_that_did_not_arrive(nats: Nats, monkeypatch: 
 
 async def test_other_runs_can_neither_send_nor_listen(nats: Nats) -> None:
     async with asyncio.timeout(60), nats.open() as (sender, receiver):
-        stranger = await nats.client(run="run-other")
-        intruder = nats.end(stranger)
+        other = await nats.client(run="run-other")
+        intruder = nats.end(other)
         intruder.put("forged", KEY)
         heard = asyncio.create_task(intruder.get("1_1_train"))
         sender.put("secret", "1_1_train")
@@ -182,7 +182,7 @@ async def test_other_runs_can_neither_send_nor_listen(nats: Nats) -> None:
         sender.put("genuine", KEY)
         assert await receiver.get(KEY) == "genuine"
         await vanish(intruder)
-        await stranger.close()
+        await other.close()
 
 
 async def test_names_that_no_subject_can_have_are_refused(nats: Nats) -> None:

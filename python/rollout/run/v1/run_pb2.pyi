@@ -536,7 +536,9 @@ class WorkerSpec(_message.Message):
     worker_id: _builtins.str
     """`<kind>-<number>`, unique in the run."""
     kind: _builtins.str
-    """Kind of the worker, as in `rollout-worker KIND`: `inference`, `learner`, `reward`, or `sinks`."""
+    """Kind of the worker, as in `rollout-worker KIND`: `inference`, `learner`, `reward`,
+    `environment`, or `sinks`.
+    """
     run_id: _builtins.str
     """Run that it works for."""
     base_dir: _builtins.str

@@ -882,7 +882,8 @@ type WorkerSpec struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// `<kind>-<number>`, unique in the run.
 	WorkerId string `protobuf:"bytes,1,opt,name=worker_id,json=workerId,proto3" json:"worker_id,omitempty"`
-	// Kind of the worker, as in `rollout-worker KIND`: `inference`, `learner`, `reward`, or `sinks`.
+	// Kind of the worker, as in `rollout-worker KIND`: `inference`, `learner`, `reward`,
+	// `environment`, or `sinks`.
 	Kind string `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
 	// Run that it works for.
 	RunId string `protobuf:"bytes,3,opt,name=run_id,json=runId,proto3" json:"run_id,omitempty"`
