@@ -1,5 +1,5 @@
-"""Environment workers in processes of their own: rollout workers play in them over NATS, and nothing
-is lost or played into a result twice when one is killed."""
+"""Environment workers in separate processes: rollout workers play in them over NATS, and nothing is
+lost or played into a result twice when one is killed."""
 
 from __future__ import annotations
 
