@@ -237,6 +237,11 @@ ENVIRONMENTS ?=
 learn-agents: build venv-dev ## Train in environments with their rewards, and with shuffled ones: only the first may improve (ENVIRONMENTS=guess,gymnasium SEEDS=0 RESUME=1)
 	@$(PYTHON) bench/learn_agents.py --environments '$(ENVIRONMENTS)' --seeds $(SEEDS) $(if $(RESUME),--resume)
 
+TASKS ?= cartpole-1,cartpole-4,pendulum
+.PHONY: learn-control
+learn-control: build ## Train policies that act for many steps past their bars, on CartPole and Pendulum (TASKS=pendulum SEEDS=0)
+	@$(PYTHON) bench/learn_control.py --tasks '$(TASKS)' --seeds $(SEEDS)
+
 .PHONY: check-compose
 check-compose: venv-dev ## Check that docker-compose.yml parses and publishes only the allowed ports
 	@$(PYTHON) scripts/check_compose.py
