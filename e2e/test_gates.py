@@ -1,5 +1,5 @@
 """A gate stops a run at the step where its condition first holds, also if `rolloutd` is killed, and
-also if that was while reserved workers evaluated."""
+also if that was while reserved workers evaluated, or while suites were evaluated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
 from mesh import ROOT, Mesh, until
 from sim import Job, audited, finish, sim_mesh, stop, submit
 
@@ -138,6 +139,72 @@ def test_an_evaluation_that_a_kill_interrupts_is_repeated(tmp_path: Path) -> Non
         assert {event.step for event in events(running, run, "gate.fired")} == {4}
         assert [event.step for event in events(running, run, "eval.finished")][:2] == [0, 4]
         assert not events(running, run, "eval.skipped")
+        audited(running, run)
+    finally:
+        held.unlink(missing_ok=True)
+        stop(running)
+
+
+SUITES = """
+[eval]
+every_steps = 4
+{workers}
+
+[eval.suites.letters]
+data = "held.jsonl"
+samples = 3
+metrics = ["mean", "pass@1", "pass@3"]
+pass_score = 0.5
+
+[eval.suites.words]
+data = "held.jsonl"
+reward = {{ expression = "double(size(completion))" }}
+
+[gates.answers]
+when = "eval/letters/pass@3 >= 0"
+action = "stop"
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_suites_of_a_run_are_evaluated_and_judged_also_across_a_kill(tmp_path: Path, workers: int) -> None:
+    """On a shared worker between two steps, and on a reserved worker that a kill interrupts."""
+    job = Job(tmp_path / "job", steps=30, workers=2, snapshot=20)
+    path = job.write()
+    path.write_text(path.read_text() + SUITES.format(workers=f"workers = {workers}" if workers else ""))
+    (job.folder / "held.jsonl").write_text("".join(json.dumps({"prompt": f"held {n}:"}) + "\n" for n in range(4)))
+    with (job.folder / "reward.py").open("a") as file:
+        file.write(HELD)
+    held = job.folder / "held"
+    running = sim_mesh(tmp_path / "state", seconds=0.3).start()
+    try:
+        run = submit(running, running.plan(path), job)
+        until(lambda: bool(events(running, run, "eval.finished")), "the evaluation before the first step", 60)
+        held.touch()
+        running.until_step(run, 6 if workers else 4)  # the evaluation of step 4 hangs
+        running.kill("all")
+        running.start()
+        if running.status(run).run.state == run_pb2.RUN_STATE_INTERRUPTED:
+            running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))
+        assert not events(running, run, "gate.fired")
+        held.unlink()
+        finish(running, run)
+        assert running.status(run).run.reason == "STOPPED_BY_GATE"
+        assert {event.step for event in events(running, run, "gate.fired")} == {4}
+        first, second = events(running, run, "eval.finished")[:2]
+        assert (first.step, second.step) == (0, 4)
+        for event in (first, second):
+            assert (event.metrics["eval/letters/samples"], event.metrics["eval/letters/failed"]) == (12, 0)
+            assert event.metrics["eval/letters/pass@3"] >= event.metrics["eval/letters/pass@1"] >= 0
+            assert event.metrics["eval/words/samples"] == 4 and event.metrics["eval/words/mean"] > 0
+            assert "eval/reward" not in event.metrics, "there are no other held-out rows"
+            letters, words = json.loads(event.attributes["suites"])
+            assert (letters["suite"], words["suite"], letters["rows"]) == ("letters", "words", 4)
+            assert all(
+                metric["low"] <= metric["value"] <= metric["high"] for metric in letters["metrics"] if metric["low"] is not None
+            )
+        assert "suite letters: mean" in shown(running, "logs", "tail", run, "--kind", "eval.finished")
+        assert "letters/pass@3" in shown(running, "runs", "show", run)
         audited(running, run)
     finally:
         held.unlink(missing_ok=True)

@@ -15,6 +15,15 @@ func Names(config *configv1.RunConfig) []string {
 	return slices.Sorted(maps.Keys(config.GetEval().GetSuites()))
 }
 
+// InRun returns the suites that the evaluations of a run evaluate, sorted: none where evaluations
+// compute a loss, without sampling.
+func InRun(config *configv1.RunConfig) []string {
+	if config.GetEval().GetEverySteps() == 0 || algorithm.TeachesHeldOut(config) {
+		return nil
+	}
+	return Names(config)
+}
+
 // MetricsOf returns the metrics of a suite: without a list, the mean.
 func MetricsOf(s *configv1.EvalSuiteConfig) []string {
 	if len(s.GetMetrics()) == 0 {

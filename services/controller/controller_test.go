@@ -459,8 +459,8 @@ func TestEvaluationReportsUnscoredSamples(t *testing.T) {
 	w := newWorld(t)
 	r := &reporter{bus: w, now: time.Now, samples: 16}
 	failure := &inferencev1.EvalSample{Completion: "7", Outcome: trajectoryv1.Outcome_OUTCOME_INFRA_FAILED, Reason: "REWARD_RAISED"}
-	r.evaluated(3, &weightsv1.WeightsManifest{Version: 3, Digest: digestAt(3)}, []*inferencev1.EvalSample{{Completion: "8", Reward: 1}, failure})
-	r.evaluated(4, nil, []*inferencev1.EvalSample{failure})
+	r.evaluated(3, &weightsv1.WeightsManifest{Version: 3, Digest: digestAt(3)}, []answers{{heldOut, []*inferencev1.EvalSample{{Completion: "8", Reward: 1}, failure}}})
+	r.evaluated(4, nil, []answers{{heldOut, []*inferencev1.EvalSample{failure}}})
 	first, second := w.events[0], w.events[1]
 	if !strings.Contains(first.GetMessage(), "reward 1.000 over 1 held-out prompts; 1 failed") || !strings.Contains(second.GetMessage(), "no held-out prompt was scored") {
 		t.Errorf("got %q and %q", first.GetMessage(), second.GetMessage())

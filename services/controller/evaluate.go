@@ -63,18 +63,22 @@ func (e *evaluator) completions(ctx context.Context, step uint64, first bool) (m
 		return nil, nil
 	}
 	s := e.sampling(e.delivery.fleet, e.delivery.newest, e.delivery.checkSource)
-	samples, err := s.part(ctx, nil, 0, 1)
-	if err != nil {
-		return nil, fmt.Errorf("evaluate step %d: %w", step, err)
+	var all []answers
+	for _, suite := range e.evaluatedSuites() {
+		samples, err := s.part(ctx, suite, nil, 0, 1)
+		if err != nil {
+			return nil, fmt.Errorf("evaluate step %d: %w", step, err)
+		}
+		all = append(all, answers{suite, samples})
 	}
-	return e.events.evaluated(step, e.delivery.newest, samples), nil
+	return e.events.evaluated(step, e.delivery.newest, all), nil
 }
 
 func (e *evaluator) sampling(f *fleet, m *weightsv1.WeightsManifest, source func() error) *evalSampling {
 	return &evalSampling{settings: e.settings, fleet: f, weights: m, checkSource: source, waitFor: e.progress.waitFor, log: e.log, retry: e.retry}
 }
 
-// evalSampling completes the held-out prompts with one version.
+// evalSampling completes the prompts of suites with one version.
 type evalSampling struct {
 	settings
 	fleet       *fleet
@@ -85,10 +89,10 @@ type evalSampling struct {
 	retry       time.Duration // pause after every worker has failed
 }
 
-// part returns the samples of one part of the rows. If a worker fails, another one is asked. If all
-// have failed, or no worker has the weights, it waits and starts over: a run does not skip
-// evaluations. first: the worker to ask first; nil: any.
-func (s *evalSampling) part(ctx context.Context, first *inferenceWorker, part, parts uint32) ([]*inferencev1.EvalSample, error) {
+// part returns the samples of one part of the rows of a suite. If a worker fails, another one is
+// asked. If all have failed, or no worker has the weights, it waits and starts over: a run does not
+// skip evaluations. first: the worker to ask first; nil: any.
+func (s *evalSampling) part(ctx context.Context, suite string, first *inferenceWorker, part, parts uint32) ([]*inferencev1.EvalSample, error) {
 	tried := map[*inferenceWorker]bool{}
 	for {
 		w, changed := s.fleet.pick(s.weights, tried)
@@ -106,8 +110,10 @@ func (s *evalSampling) part(ctx context.Context, first *inferenceWorker, part, p
 			clear(tried)
 			continue
 		}
-		s.waitFor(work("to complete the held-out prompts", w.name))
-		samples, err := s.sample(ctx, w, part, parts)
+		s.waitFor(work("to complete "+promptsOf(suite), w.name))
+		request := s.request(suite)
+		request.Version, request.Part, request.Parts = s.weights.GetVersion(), part, parts
+		samples, err := s.sample(ctx, w, request)
 		if err == nil {
 			return samples, nil
 		}
@@ -140,11 +146,8 @@ func (s *evalSampling) wait(ctx context.Context, changed <-chan struct{}, failed
 }
 
 // sample returns the samples of one worker, ordered by row.
-func (s *evalSampling) sample(ctx context.Context, w *inferenceWorker, part, parts uint32) ([]*inferencev1.EvalSample, error) {
-	stream, err := w.client.Evaluate(ctx, &inferencev1.EvaluateRequest{
-		RunId: s.runID, Version: s.weights.GetVersion(), MaxPrompts: s.cfg.GetEval().GetMaxPrompts(),
-		Temperature: s.cfg.GetEval().GetTemperature(), Seed: s.cfg.GetSeed(), Part: part, Parts: parts,
-	})
+func (s *evalSampling) sample(ctx context.Context, w *inferenceWorker, request *inferencev1.EvaluateRequest) ([]*inferencev1.EvalSample, error) {
+	stream, err := w.client.Evaluate(ctx, request)
 	if err != nil {
 		return nil, err
 	}
@@ -163,7 +166,9 @@ func (s *evalSampling) sample(ctx context.Context, w *inferenceWorker, part, par
 }
 
 func sortByRow(samples []*inferencev1.EvalSample) {
-	slices.SortStableFunc(samples, func(a, b *inferencev1.EvalSample) int { return cmp.Compare(a.GetRow(), b.GetRow()) })
+	slices.SortStableFunc(samples, func(a, b *inferencev1.EvalSample) int {
+		return cmp.Or(cmp.Compare(a.GetRow(), b.GetRow()), cmp.Compare(a.GetSample(), b.GetSample()))
+	})
 }
 
 // score averages rewards and metrics over the samples that have a reward, with the standard error

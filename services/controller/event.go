@@ -6,7 +6,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"maps"
 	"strconv"
+	"strings"
 	"time"
 
 	"google.golang.org/protobuf/types/known/timestamppb"
@@ -171,7 +173,40 @@ type evalSample struct {
 
 // evaluated emits the result of an evaluation by the rewards of completions, and returns its
 // metrics.
-func (r *reporter) evaluated(step uint64, m *weightsv1.WeightsManifest, samples []*inferencev1.EvalSample) map[string]float64 {
+func (r *reporter) evaluated(step uint64, m *weightsv1.WeightsManifest, all []answers) map[string]float64 {
+	means, parts := map[string]float64{}, []string{}
+	attributes := map[string]string{"weights_version": strconv.FormatUint(m.GetVersion(), 10), "weights_digest": m.GetDigest()}
+	measured := []suiteResult{}
+	for _, each := range all {
+		if each.suite == heldOut {
+			means = score(each.samples)
+			attributes["samples"] = r.shown(each.samples)
+			parts = append(parts, heldOutText(means))
+			continue
+		}
+		result := measure(r.cfg, each)
+		maps.Copy(means, result.means())
+		measured, parts = append(measured, result), append(parts, result.text())
+	}
+	if len(measured) > 0 {
+		if text, err := json.Marshal(measured); err == nil { // a score may be infinite
+			attributes["suites"] = string(text)
+		}
+	}
+	r.evaluation(step, means, fmt.Sprintf("evaluation at step %d: %s", step, strings.Join(parts, "; ")), "failed", attributes)
+	return means
+}
+
+func heldOutText(means map[string]float64) string {
+	reward, ok := means["eval/reward"]
+	if !ok {
+		return "no held-out prompt was scored"
+	}
+	return fmt.Sprintf("reward %.3f over %.0f held-out prompts", reward, means["eval/samples"]-means["eval/failed"])
+}
+
+// shown returns the first samples as JSON.
+func (r *reporter) shown(samples []*inferencev1.EvalSample) string {
 	shown := []evalSample{}
 	for _, s := range samples[:min(len(samples), r.samples)] {
 		a := evalSample{Row: s.GetRow(), Prompt: s.GetPrompt(), Completion: s.GetCompletion()}
@@ -185,17 +220,9 @@ func (r *reporter) evaluated(step uint64, m *weightsv1.WeightsManifest, samples 
 	}
 	text, err := json.Marshal(shown)
 	if err != nil {
-		text = []byte("[]") // a reward that JSON can't represent
+		return "[]" // a reward that JSON can't represent
 	}
-	means := score(samples)
-	message := fmt.Sprintf("evaluation at step %d: no held-out prompt was scored", step)
-	if reward, ok := means["eval/reward"]; ok {
-		message = fmt.Sprintf("evaluation at step %d: reward %.3f over %.0f held-out prompts", step, reward, means["eval/samples"]-means["eval/failed"])
-	}
-	r.evaluation(step, means, message, "failed", map[string]string{
-		"samples": string(text), "weights_version": strconv.FormatUint(m.GetVersion(), 10), "weights_digest": m.GetDigest(),
-	})
-	return means
+	return string(text)
 }
 
 // loss emits the result of an evaluation by the loss of held-out rows, and returns its metrics.
@@ -213,7 +240,13 @@ func (r *reporter) loss(step uint64, got *learnerv1.EvaluateLossResponse) map[st
 // count.
 func (r *reporter) evaluation(step uint64, means map[string]float64, message, failed string, attributes map[string]string) {
 	level := eventv1.Level_LEVEL_INFO
-	if failures := means["eval/failed"]; failures > 0 {
+	failures := 0.0
+	for name, value := range means {
+		if name == "eval/failed" || strings.HasPrefix(name, "eval/") && strings.HasSuffix(name, "/failed") {
+			failures += value
+		}
+	}
+	if failures > 0 {
 		level = eventv1.Level_LEVEL_WARN
 		message += fmt.Sprintf("; %.0f %s and are not counted", failures, failed)
 	}

@@ -136,14 +136,14 @@ func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsM
 	go func() {
 		defer close(now.done)
 		defer cancel()
-		samples, err := r.samples(life, m)
+		all, err := r.answers(life, m)
 		switch {
 		case errors.Is(err, errNoSource):
 			r.events.skipped(step, err)
 		case err != nil:
 			now.err = fmt.Errorf("evaluate step %d: %w", step, err)
 		default:
-			now.means = r.events.evaluated(step, m, samples)
+			now.means = r.events.evaluated(step, m, all)
 		}
 	}()
 	return nil
@@ -170,8 +170,20 @@ func (r *reserved) pin(ctx context.Context, m *weightsv1.WeightsManifest) error 
 	}
 }
 
-// samples divides the rows among the workers that have m.
-func (r *reserved) samples(ctx context.Context, m *weightsv1.WeightsManifest) ([]*inferencev1.EvalSample, error) {
+// answers divides the rows of each suite among the workers that have m.
+func (r *reserved) answers(ctx context.Context, m *weightsv1.WeightsManifest) ([]answers, error) {
+	var all []answers
+	for _, suite := range r.evaluatedSuites() {
+		samples, err := r.samples(ctx, suite, m)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, answers{suite, samples})
+	}
+	return all, nil
+}
+
+func (r *reserved) samples(ctx context.Context, suite string, m *weightsv1.WeightsManifest) ([]*inferencev1.EvalSample, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	sampling := &evalSampling{
@@ -190,7 +202,7 @@ func (r *reserved) samples(ctx context.Context, m *weightsv1.WeightsManifest) ([
 			first = workers[part]
 		}
 		wg.Go(func() {
-			samples, err := sampling.part(ctx, first, uint32(part), uint32(parts))
+			samples, err := sampling.part(ctx, suite, first, uint32(part), uint32(parts))
 			mu.Lock()
 			defer mu.Unlock()
 			if all = append(all, samples...); err != nil && failed == nil {

@@ -3,6 +3,7 @@ package planner
 import (
 	"cmp"
 	"context"
+	"maps"
 	"slices"
 	"strings"
 
@@ -11,6 +12,8 @@ import (
 
 	planformat "github.com/rollout-rl/rollout/libs/plan"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
+	"github.com/rollout-rl/rollout/libs/suite"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/config"
 	"github.com/rollout-rl/rollout/services/planner/input"
@@ -35,6 +38,7 @@ type checks struct {
 	model    *modelCheck
 	prompts  *promptCheck
 	rewards  *rewardCheck
+	suites   map[string]*rewardCheck // those with a reward
 	teacher  *teacherCheck
 	episodes *environmentCheck
 	acting   *multistepCheck
@@ -56,7 +60,8 @@ func (s *Server) checks(reading *config.Reading, baseDir string, pinned []*planv
 		engine:   &engineCheck{config: cfg.GetEngine(), findings: found, files: files, prober: s.prober},
 		model:    &modelCheck{config: cfg, findings: found, models: files, engines: s.engines},
 		prompts:  &promptCheck{config: cfg, findings: found, python: files, rows: data},
-		rewards:  &rewardCheck{config: cfg, findings: found, files: files},
+		rewards:  &rewardCheck{config: cfg, table: "reward", findings: found, files: files},
+		suites:   suiteRewards(cfg, found, files),
 		teacher:  &teacherCheck{config: cfg, findings: found, models: files, python: files},
 		episodes: &environmentCheck{config: cfg.GetEnvironment(), findings: found, files: files},
 		acting:   &multistepCheck{config: cfg, findings: found, files: files},
@@ -64,6 +69,17 @@ func (s *Server) checks(reading *config.Reading, baseDir string, pinned []*planv
 		packages: &packageCheck{config: cfg, problems: found.problems, python: s.prober.Python},
 		train:    &trainCheck{train: cfg.GetTrain(), findings: found},
 	}
+}
+
+// suiteRewards are the checks of the suites that the run evaluates that have a reward.
+func suiteRewards(cfg *configv1.RunConfig, found findings, files *files) map[string]*rewardCheck {
+	out := map[string]*rewardCheck{}
+	for _, name := range suite.InRun(cfg) {
+		if cfg.GetEval().GetSuites()[name].GetReward() != nil {
+			out[name] = &rewardCheck{config: suite.Config(cfg, name), table: "eval.suites." + name + ".reward", findings: found, files: files}
+		}
+	}
+	return out
 }
 
 func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*planv1.CreatePlanResponse, error) {
@@ -123,6 +139,9 @@ func (c *checks) read(ctx context.Context) error {
 	c.train.learningRate()
 	c.teacher.read(c.model.model)
 	c.rewards.read(c.model.model)
+	for _, name := range slices.Sorted(maps.Keys(c.suites)) {
+		c.suites[name].read(c.model.model)
+	}
 	c.episodes.read()
 	c.acting.read()
 	c.trackers.read()
@@ -145,7 +164,11 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 		WandbKey: c.Config.GetSinks().GetWandb().GetMode() == "online",
 	}, &environment, &environmentErr)
 	calls := c.rewards.calls(c.data.scoredRows(), c.model.model)
-	for _, call := range calls {
+	own := map[string][]*dryCall{} // by suite
+	for _, name := range slices.Sorted(maps.Keys(c.suites)) {
+		own[name] = c.suites[name].calls(c.data.suiteRows(name), c.model.model)
+	}
+	for _, call := range slices.Concat(append(slices.Collect(maps.Values(own)), calls)...) {
 		ask(probe.Request{Reward: call.request}, &call.answer, &call.err)
 	}
 	if request := c.teacher.request(c.model.model, c.data.train); request != nil {
@@ -173,6 +196,11 @@ func (c *checks) probe(ctx context.Context) (map[string]string, error) {
 	}
 	for _, call := range calls {
 		c.rewards.answer(call, environmentErr == nil)
+	}
+	for _, name := range slices.Sorted(maps.Keys(own)) {
+		for _, call := range own[name] {
+			c.suites[name].answer(call, environmentErr == nil)
+		}
 	}
 	c.rewards.constant(calls)
 	c.teacher.answer(teacher, teacherErr)

@@ -1,13 +1,16 @@
 package planner
 
 import (
+	"encoding/json"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/suite"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/input"
@@ -20,8 +23,9 @@ type dataCheck struct {
 	findings findings
 	files    *files
 
-	train, eval *input.Dataset // nil without a usable dataset
-	first       *input.Dataset // of the rows that the reward scores, even if other rows have problems
+	train, eval *input.Dataset            // nil without a usable dataset
+	suites      map[string]*input.Dataset // usable ones that evaluations of the run read, by suite; also that of `data.eval`
+	first       *input.Dataset            // of the rows that the reward scores, even if other rows have problems
 	pinned      map[*input.Dataset]*planv1.Input
 }
 
@@ -40,7 +44,81 @@ func (d *dataCheck) read(prepared map[string]preparedRows) error {
 		return err
 	}
 	d.heldOut()
+	return d.readSuites(prepared)
+}
+
+// readSuites reads the rows of the suites that the run evaluates. Suites of one file share it.
+func (d *dataCheck) readSuites(prepared map[string]preparedRows) error {
+	d.suites = map[string]*input.Dataset{}
+	read := map[string]*input.Dataset{}
+	for _, name := range suite.InRun(d.config) {
+		path := d.config.GetEval().GetSuites()[name].GetData()
+		data, known := read[path]
+		switch {
+		case path == "":
+			data = d.eval
+		case !known:
+			var err error
+			if data, err = d.dataset(suiteField(name), path, prepared, planv1.InputRole_INPUT_ROLE_SUITE_DATA); err != nil {
+				return err
+			}
+			read[path] = data
+		}
+		if data == nil {
+			continue
+		}
+		d.suites[name] = data
+		if field := d.config.GetEval().GetSuites()[name].GetCluster(); field != "" {
+			d.clustered(name, field, data)
+		}
+	}
 	return nil
+}
+
+// clustered reports a suite whose first rows lack the field of related rows.
+func (d *dataCheck) clustered(name, field string, data *input.Dataset) {
+	for i, row := range data.First {
+		var fields map[string]json.RawMessage
+		if json.Unmarshal(row.JSON, &fields) == nil && fields[field] == nil {
+			key := "eval.suites." + name + ".cluster"
+			d.findings.report(key, problem.BadRow, fmt.Sprintf("row %d of %s has no field `%s`", i+1, data.Path, field), "name a field that every row has, or remove `cluster`")
+			return
+		}
+	}
+}
+
+// suiteField is the key of the rows of a suite.
+func suiteField(name string) string { return "eval.suites." + name + ".data" }
+
+// suiteOf is the suite whose rows a key sets.
+func suiteOf(field string) (name string, found bool) {
+	name, found = strings.CutPrefix(field, "eval.suites.")
+	return strings.TrimSuffix(name, ".data"), found
+}
+
+// suiteFields are the keys of the rows of suites that the run evaluates, one for each path.
+func suiteFields(config *configv1.RunConfig) []string {
+	var fields, paths []string
+	for _, name := range suite.InRun(config) {
+		if path := config.GetEval().GetSuites()[name].GetData(); path != "" && !slices.Contains(paths, path) {
+			fields, paths = append(fields, suiteField(name)), append(paths, path)
+		}
+	}
+	return fields
+}
+
+// maxTokens is the largest number of tokens of a completion of the rows.
+func (d *dataCheck) maxTokens(data *input.Dataset) uint32 {
+	most := uint32(0)
+	if data == d.train || data == d.eval {
+		most = d.config.GetSampling().GetMaxTokens()
+	}
+	for name, rows := range d.suites {
+		if rows == data {
+			most = max(most, suite.Config(d.config, name).GetSampling().GetMaxTokens())
+		}
+	}
+	return most
 }
 
 // dataset reads the rows of a key; nil if it is not set, does not exist, or has problems.
@@ -64,7 +142,7 @@ func (d *dataCheck) dataset(field, path string, prepared map[string]preparedRows
 	if d.taught(role) {
 		data.AnswerField, data.Preference = d.answer(), d.preference()
 	}
-	data.Asked = role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.FromData(d.config) && !d.taught(role)
+	data.Asked = role != planv1.InputRole_INPUT_ROLE_TRAIN_DATA && algorithm.FromData(d.config) && !d.taught(role)
 	data.Repeats = slices.ContainsFunc(rows.sources, func(s *planv1.Source) bool { return s.GetTaken() > s.GetRows() })
 	if len(rows.sources) == 1 && len(rows.sources[0].GetFiles()) == 1 {
 		if file := rows.sources[0].GetFiles()[0].GetPath(); slices.Contains([]string{".csv", ".tsv"}, filepath.Ext(file)) {
@@ -235,7 +313,7 @@ func (d *dataCheck) scored() planv1.InputRole {
 // taught reports whether rows must contain training targets: training rows, and held-out rows whose
 // loss is computed.
 func (d *dataCheck) taught(role planv1.InputRole) bool {
-	return role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA || algorithm.TeachesHeldOut(d.config)
+	return role == planv1.InputRole_INPUT_ROLE_TRAIN_DATA || role == planv1.InputRole_INPUT_ROLE_EVAL_DATA && algorithm.TeachesHeldOut(d.config)
 }
 
 // answer is the field that the algorithm trains on; "" without one.
@@ -279,6 +357,11 @@ func (d *dataCheck) all() []*input.Dataset {
 			out = append(out, data)
 		}
 	}
+	for _, name := range slices.Sorted(maps.Keys(d.suites)) {
+		if !slices.Contains(out, d.suites[name]) {
+			out = append(out, d.suites[name])
+		}
+	}
 	return out
 }
 
@@ -289,10 +372,29 @@ type scoredRows struct {
 	eval  *input.Dataset // nil without evaluations
 }
 
+// scoredByRun reports whether a suite that [reward] scores has the rows.
+func (d *dataCheck) scoredByRun(data *input.Dataset) bool {
+	for name, rows := range d.suites {
+		if rows == data && d.config.GetEval().GetSuites()[name].GetReward() == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// suiteRows are those that the own reward of a suite scores.
+func (d *dataCheck) suiteRows(name string) scoredRows {
+	data := d.suites[name]
+	if data == nil {
+		return scoredRows{}
+	}
+	return scoredRows{all: []*input.Dataset{data}, first: data}
+}
+
 func (d *dataCheck) scoredRows() scoredRows {
 	rows := scoredRows{first: d.first}
 	for _, data := range d.all() {
-		if data != d.train || !algorithm.FromData(d.config) {
+		if (data != d.train || !algorithm.FromData(d.config)) && (data == d.train || data == d.eval || d.scoredByRun(data)) {
 			rows.all = append(rows.all, data)
 		}
 	}

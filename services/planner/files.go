@@ -42,6 +42,15 @@ func (f *files) locate(in *planv1.Input) string { return f.made.Locate(f.baseDir
 // add adds a file to the inputs of the plan.
 func (f *files) add(in *planv1.Input) { f.inputs = append(f.inputs, in) }
 
+// addOnce adds an input unless the plan has it.
+func (f *files) addOnce(in *planv1.Input) {
+	if !slices.ContainsFunc(f.inputs, func(other *planv1.Input) bool {
+		return other.GetRole() == in.GetRole() && other.GetPath() == in.GetPath()
+	}) {
+		f.add(in)
+	}
+}
+
 // install adds installed packages with plugins to the plan.
 func (f *files) install(packages []probe.Package) {
 	for _, found := range packages {

@@ -24,6 +24,7 @@ type promptCheck struct {
 type rowEditor interface {
 	drop(data *input.Dataset, rows []uint64) error
 	truncated(data *input.Dataset, rows uint64)
+	maxTokens(data *input.Dataset) uint32
 }
 
 // request asks for the length of every prompt; nil without datasets or a usable model, and if an
@@ -115,9 +116,9 @@ const longShown = 5
 
 // tooLong reports all rows of a file that exceed the limit in one problem, at the first of them.
 func (d *promptCheck) tooLong(data *input.Dataset, lengths probe.Lengths, context modelContext) {
-	engine, sampling := d.config.GetEngine(), d.config.GetSampling()
+	engine := d.config.GetEngine()
 	one, many, room := "the prompt has %d tokens", "%d prompts are too long", fmt.Sprintf("%d tokens of max_model_len minus %d of max_tokens leave %d",
-		engine.GetMaxModelLen(), sampling.GetMaxTokens(), d.limit(data))
+		engine.GetMaxModelLen(), d.rows.maxTokens(data), d.limit(data))
 	if len(data.Completions()) > 0 {
 		one, many = "prompt, answer and end have %d tokens", "%d rows (prompt, answer and end) are too long"
 	}
@@ -169,7 +170,7 @@ func (d *promptCheck) sampled(data *input.Dataset) bool {
 func (d *promptCheck) limit(data *input.Dataset) int64 {
 	limit := int64(d.config.GetEngine().GetMaxModelLen())
 	if d.sampled(data) {
-		limit -= int64(d.config.GetSampling().GetMaxTokens())
+		limit -= int64(d.rows.maxTokens(data))
 	}
 	return limit
 }

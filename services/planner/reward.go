@@ -27,17 +27,27 @@ type dryCall struct {
 	err     error
 }
 
-// rewardCheck calls the rewards of the configuration once.
+// rewardCheck calls the rewards of the configuration, or the own reward of a suite, once.
 type rewardCheck struct {
 	config   *configv1.RunConfig
+	table    string // "reward", or that of a suite
 	findings findings
 	files    *files
+}
+
+// parts are the rewards, with their keys.
+func (d *rewardCheck) parts() []reward.Part {
+	parts := reward.Parts(d.config)
+	for i := range parts {
+		parts[i].Field = d.table + strings.TrimPrefix(parts[i].Field, "reward")
+	}
+	return parts
 }
 
 // read checks that the files of rewards exist, and reads their models. trained is the model of the
 // run, nil if it is not usable.
 func (d *rewardCheck) read(trained *input.Model) {
-	for _, part := range reward.Parts(d.config) {
+	for _, part := range d.parts() {
 		if part.Model != nil {
 			d.readScoringModel(part, trained)
 		}
@@ -89,7 +99,7 @@ func (d *rewardCheck) calls(rows scoredRows, trained *input.Model) []*dryCall {
 		return nil
 	}
 	var calls []*dryCall
-	for _, part := range reward.Parts(d.config) {
+	for _, part := range d.parts() {
 		if !d.findings.Readable(part.Field) || part.Model != nil {
 			continue
 		}
@@ -150,7 +160,7 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 			return
 		}
 		if key := map[string]string{"LIMIT_NOT_ENFORCEABLE": "limits.cpus", "REWARD_SANDBOX": "sandbox"}[e.Reason]; key != "" {
-			d.findings.report("reward."+key, e.Reason, e.Message, e.Fix)
+			d.findings.report(d.table+"."+key, e.Reason, e.Message, e.Fix)
 			return
 		}
 		d.findings.problems.Add(d.files.pythonProblem(e, call.field))
@@ -163,7 +173,7 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 	}
 	d.files.install(call.answer.Reward.Plugins)
 	for _, file := range call.answer.Reward.Files {
-		d.files.add(&planv1.Input{
+		d.files.addOnce(&planv1.Input{
 			Role: planv1.InputRole_INPUT_ROLE_REWARD, Path: input.Relative(d.files.baseDir, file, call.part.Plugin),
 		})
 	}
@@ -173,7 +183,7 @@ func (d *rewardCheck) answer(call *dryCall, pythonWorks bool) {
 // rewards have a gradient of 0. It reports nothing if a part was not called, or if there is no
 // reference answer.
 func (d *rewardCheck) constant(calls []*dryCall) {
-	if len(calls) == 0 || len(calls) < len(reward.Parts(d.config)) || !algorithm.Traits(d.config).GetNeedsReward() {
+	if len(calls) == 0 || len(calls) < len(d.parts()) || !algorithm.Traits(d.config).GetNeedsReward() {
 		return
 	}
 	samples := calls[0].request.Samples

@@ -58,7 +58,7 @@ func (d *sourceCheck) fetch(ctx context.Context) error {
 			_ = os.Remove(data.Output) // it has another name if it is used
 		}
 	}()
-	for _, field := range []string{"data.train", "data.eval"} {
+	for _, field := range append([]string{"data.train", "data.eval"}, suiteFields(d.config)...) {
 		sources := d.sources(field)
 		if len(sources) == 0 {
 			continue
@@ -131,6 +131,12 @@ func (d *sourceCheck) sources(field string) []probe.Source {
 		return out
 	}
 	path, subset, split := data.GetTrain(), data.GetSubset(), data.GetTrainSplit()
+	if name, found := suiteOf(field); found {
+		path, split = d.config.GetEval().GetSuites()[name].GetData(), data.GetEvalSplit()
+		if repository(path) != repository(data.GetTrain()) {
+			subset = ""
+		}
+	}
 	if field == "data.eval" {
 		path, split = data.GetEval(), data.GetEvalSplit()
 		if repository(path) != repository(data.GetTrain()) {

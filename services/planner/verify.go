@@ -135,6 +135,8 @@ func role(role planv1.InputRole) string {
 		return "training data"
 	case planv1.InputRole_INPUT_ROLE_EVAL_DATA:
 		return "held-out data"
+	case planv1.InputRole_INPUT_ROLE_SUITE_DATA:
+		return "data of a suite"
 	case planv1.InputRole_INPUT_ROLE_MODEL:
 		return "model file"
 	case planv1.InputRole_INPUT_ROLE_REWARD:

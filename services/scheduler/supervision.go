@@ -17,8 +17,10 @@ import (
 	"github.com/rollout-rl/rollout/libs/atomicfile"
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/credential"
+	"github.com/rollout-rl/rollout/libs/suite"
 	"github.com/rollout-rl/rollout/libs/worker"
 	"github.com/rollout-rl/rollout/proto/gen/names"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
@@ -181,10 +183,22 @@ func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerS
 		spec.NatsToken, spec.Nats = "", nil
 	}
 	spec.Reserved = s.board.workers()[id].reserved
+	if kind.Name == worker.Inference.Name {
+		spec.Suites = suitesOf(run.GetPlan().GetConfig())
+	}
 	if kind.LoadsWeights {
 		spec.InitialWeights, spec.InitialVersion = s.weights(run)
 	}
 	return spec
+}
+
+// suitesOf returns the configurations of the suites that a run evaluates, by name.
+func suitesOf(config *configv1.RunConfig) map[string]*configv1.RunConfig {
+	suites := map[string]*configv1.RunConfig{}
+	for _, name := range suite.InRun(config) {
+		suites[name] = suite.Config(config, name)
+	}
+	return suites
 }
 
 // spinning sets how the OpenMP threads of a worker wait for their next loop. If engine and learner

@@ -123,20 +123,36 @@ func evalText(metrics map[string]float64, s output.Style) string {
 			parts[len(parts)-1] += " ± " + output.Number(spread)
 		}
 	}
-	if n := metrics["eval/samples"]; n > 0 {
+	if n := counted(metrics, "samples"); n > 0 {
 		parts = append(parts, fmt.Sprintf("(%s samples)", output.Count(n)))
 	}
-	if n := metrics["eval/failed"]; n > 0 {
+	if n := counted(metrics, "failed"); n > 0 {
 		parts = append(parts, s.Yellow(fmt.Sprintf("(%s failed)", output.Count(n))))
 	}
 	return strings.Join(parts, "  ")
+}
+
+// counted sums a count of an evaluation, `samples` or `failed`, over the held-out rows and suites.
+func counted(metrics map[string]float64, count string) (sum float64) {
+	for name, n := range metrics {
+		if strings.HasPrefix(name, "eval/") && strings.HasSuffix(name, "/"+count) {
+			sum += n
+		}
+	}
+	return sum
+}
+
+// IsEvalName reports whether a metric is a result of evaluations: not a count of samples, and not
+// the standard error of another one.
+func IsEvalName(name string) bool {
+	return strings.HasPrefix(name, "eval/") && !strings.HasSuffix(name, "/samples") && !strings.HasSuffix(name, "/failed") && !strings.HasSuffix(name, "_stderr")
 }
 
 // evalNames returns the names of the metrics of an evaluation, main metrics first.
 func evalNames(metrics map[string]float64) []string {
 	var names []string
 	for name := range metrics {
-		if strings.HasPrefix(name, "eval/") && name != "eval/samples" && name != "eval/failed" && name != "eval/reward_stderr" {
+		if IsEvalName(name) {
 			names = append(names, name)
 		}
 	}

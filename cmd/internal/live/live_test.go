@@ -227,7 +227,7 @@ func TestEvaluationsWithFailedRowsShowTheirMetrics(t *testing.T) {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
 	view := r.View(output.Style{}, 200, time.UTC, "")
-	if want := "held-out  ▁█  0.625  reward after step 10, 0.500 at first  64 of 64 rows failed after step 20\n"; !strings.Contains(view, want) {
+	if want := "held-out  ▁█  0.625  reward after step 10, 0.500 at first  64 of 64 samples failed after step 20\n"; !strings.Contains(view, want) {
 		t.Errorf("the view lacks %q:\n%s", want, view)
 	}
 }

@@ -153,7 +153,11 @@ var EvalNames = []string{"eval/accuracy", "eval/reward", "eval/rewards/accuracy"
 // Accuracy returns the main metric of each evaluation that has it, its name, and the step of the
 // last one.
 func (r *Run) Accuracy() (values []float64, name string, step uint64) {
-	for _, name = range EvalNames {
+	names := EvalNames
+	if len(r.Evals) > 0 {
+		names = append(slices.Clone(names), evalNames(r.Evals[len(r.Evals)-1].Metrics)...) // those of suites
+	}
+	for _, name = range names {
 		for _, eval := range r.Evals {
 			if value, ok := eval.Metrics[name]; ok {
 				values, step = append(values, value), eval.Step

@@ -114,9 +114,10 @@ func (r *Run) comparison(s output.Style) string {
 		table.Row(strings.TrimPrefix(name, "eval/"), output.Number(before), output.Number(last.Metrics[name]), sign(fmt.Sprintf("%+.3f", change)))
 	}
 	note := ""
-	if failed := last.Metrics["eval/failed"]; failed > 0 {
+	if failed := counted(last.Metrics, "failed"); failed > 0 {
+		all := counted(last.Metrics, "samples")
 		note = s.Red(fmt.Sprintf("the last evaluation is over %.0f of %.0f answers: %.0f could not be scored and are not counted\n",
-			last.Metrics["eval/samples"]-failed, last.Metrics["eval/samples"], failed))
+			all-failed, all, failed))
 	}
 	return "\n" + table.String() + note
 }

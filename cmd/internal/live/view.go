@@ -167,9 +167,9 @@ func (r *Run) heldOut(s output.Style, columns int) string {
 			s.Dim(fmt.Sprintf("%s after step %d, %s at first", name, step, output.Number(values[0]))))
 	}
 	last := r.Evals[len(r.Evals)-1]
-	if failed := last.Metrics["eval/failed"]; failed > 0 {
-		parts = append(parts, s.Yellow(fmt.Sprintf("%s of %s rows failed after step %d",
-			output.Count(failed), output.Count(last.Metrics["eval/samples"]), last.Step)))
+	if failed := counted(last.Metrics, "failed"); failed > 0 {
+		parts = append(parts, s.Yellow(fmt.Sprintf("%s of %s samples failed after step %d",
+			output.Count(failed), output.Count(counted(last.Metrics, "samples")), last.Step)))
 	}
 	return strings.Join(parts, "  ")
 }

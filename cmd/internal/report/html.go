@@ -200,7 +200,7 @@ func (d *Data) panels() []panel {
 func (d *Data) evalNames() []string {
 	var names []string
 	for name := range d.Series {
-		if strings.HasPrefix(name, "eval/") && name != "eval/samples" && name != "eval/failed" && name != "eval/reward_stderr" {
+		if live.IsEvalName(name) {
 			names = append(names, name)
 		}
 	}

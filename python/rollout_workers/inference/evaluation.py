@@ -1,14 +1,16 @@
-"""Samples and scores completions of held-out rows with one version of the weights."""
+"""Samples and scores completions of held-out rows, and of the rows of suites, with one version of
+the weights."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+import json
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from rollout.environment import Environment, Task
 from rollout.inference.v1 import inference_pb2 as pb
@@ -21,6 +23,9 @@ from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.worker.status import EdgeError
 
 _CHUNK = 128
+_T = TypeVar("_T")
+HELD_OUT = ""
+"""The name of the held-out rows of a run among its suites."""
 
 
 class WeightsVersionMismatch(EdgeError):
@@ -30,9 +35,20 @@ class WeightsVersionMismatch(EdgeError):
 
 
 class NoEvaluation(EdgeError):
-    """The plan has no held-out rows or no reward."""
+    """The plan has no held-out rows or no reward, or no such suite."""
 
     reason: ClassVar[str] = "NO_EVALUATION"
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Rows (JSON Lines), and what answers are sampled with and scored by. params: an evaluation sets
+    the temperature. cluster: field of related rows; "": every row is alone."""
+
+    rows_file: str
+    environment: Environment
+    params: SamplingParams
+    cluster: str = ""
 
 
 class Evaluation:
@@ -41,21 +57,18 @@ class Evaluation:
     def __init__(
         self,
         engine: Engine,
-        environment: Environment,
         text: Text,
-        params: SamplingParams,
         receipts: EngineReceipts,
-        rows_file: str,
+        suites: Mapping[str, Suite],
         *,
         limits: Limits | None = None,
         chat: bool = False,
     ) -> None:
-        """params: of the run; an evaluation only sets the temperature. rows_file: JSON Lines.
-        limits, chat: of episodes; the reward of one is the sum of its rewards."""
-        self._engine, self._environment, self._text, self._params = engine, environment, text, params
-        self._receipts, self._file = receipts, rows_file
+        """suites: by name, with ``HELD_OUT``. limits, chat: of episodes; the reward of one is the sum
+        of its rewards."""
+        self._engine, self._text, self._receipts, self._suites = engine, text, receipts, suites
         self._limits, self._chat = replace(limits or Limits(), credit="episode"), chat
-        self._rows: list[bytes] | None = None
+        self._rows: dict[str, list[bytes]] = {}  # by file
         self._serial = itertools.count()
         self._runs: list[tuple[EpisodeRunner, dict[str, bytes]]] = []  # of the requests in progress, with the rows by task
 
@@ -71,19 +84,24 @@ class Evaluation:
 
     async def evaluate(self, request: pb.EvaluateRequest) -> AsyncGenerator[pb.EvaluateResponse, None]:
         """Scored samples in the order of the rows, sent as soon as all earlier rows are scored."""
+        suite = self._suites.get(request.suite)
+        if suite is None:
+            what = f"suite `{request.suite}`" if request.suite else "held-out rows or no reward"
+            raise NoEvaluation(f"the plan has no {what}", fix="set `data.eval` and `[reward]`, or `[eval.suites.*]`")
         self._check_version(request.version)
-        rows = await self._read()
+        rows = await self._read(suite.rows_file)
         wanted = rows[: request.max_prompts] if request.max_prompts else rows
-        params = replace(self._params, temperature=request.temperature)
-        runner = EpisodeRunner(self._engine, self._environment, self._text, params, limits=self._limits, chat=self._chat)
+        params = replace(suite.params, temperature=request.temperature)
+        runner = EpisodeRunner(self._engine, suite.environment, self._text, params, limits=self._limits, chat=self._chat)
         parts = max(1, request.parts)
         prefix = f"eval/{next(self._serial)}"
+        samples = tuple(range(max(1, request.samples)))
         tasks = [
-            Task(f"{prefix}/{row}", row_json, (0,), (sample_seed(request.seed, 0, row, 0),), row)
+            Task(f"{prefix}/{row}", row_json, samples, tuple(sample_seed(request.seed, 0, row, s) for s in samples), row)
             for row, row_json in enumerate(wanted)
             if row % parts == request.part
         ]
-        scored: dict[int, pb.EvalSample] = {}
+        scored: dict[int, list[pb.EvalSample]] = {}
         sent = 0
         run = runner, {task.key: task.row_json for task in tasks}
         self._runs.append(run)
@@ -91,14 +109,16 @@ class Evaluation:
             async with aclosing(runner.run(tasks)) as finished:
                 async for groups in finished:
                     for group in groups:
-                        [episode] = group.episodes
-                        sampled = (episode, *episode.children.values())
+                        sampled = [each for episode in group.episodes for each in (episode, *episode.children.values())]
                         if any(span.version != request.version for each in sampled for span in each.spans()):
                             raise self._wrong_version(request.version)
-                        scored[group.task.row // parts] = _sample(group.task.row, episode)
+                        cluster = _cluster(group.task.row_json, suite.cluster)
+                        scored[group.task.row // parts] = [
+                            _sample(group.task.row, episode, cluster) for episode in group.episodes
+                        ]
                     while chunk := take_chunk(scored, sent, len(tasks)):
                         sent += len(chunk)
-                        yield pb.EvaluateResponse(samples=chunk)
+                        yield pb.EvaluateResponse(samples=[sample for row in chunk for sample in row])
         finally:
             self._runs.remove(run)
 
@@ -114,21 +134,27 @@ class Evaluation:
             metadata={"version": str(version), "current": str(current)},
         )
 
-    async def _read(self) -> list[bytes]:
-        if self._rows is None:
-            lines = (await asyncio.to_thread(Path(self._file).read_bytes)).splitlines()
-            self._rows = [line for line in lines if line.strip()]
-        return self._rows
+    async def _read(self, file: str) -> list[bytes]:
+        if file not in self._rows:
+            lines = (await asyncio.to_thread(Path(file).read_bytes)).splitlines()
+            self._rows[file] = [line for line in lines if line.strip()]
+        return self._rows[file]
 
 
-def take_chunk(scored: dict[int, pb.EvalSample], sent: int, total: int) -> list[pb.EvalSample]:
-    """Remove and return the next chunk of samples from position ``sent`` on if all of them are
-    scored; else return nothing."""
+def take_chunk(scored: dict[int, _T], sent: int, total: int) -> list[_T]:
+    """Remove and return the next chunk of rows from position ``sent`` on if all of them are scored;
+    else return nothing."""
     rows = range(sent, min(sent + _CHUNK, total))
     return [scored.pop(row) for row in rows] if all(row in scored for row in rows) else []
 
 
-def _sample(row: int, episode: Episode) -> pb.EvalSample:
+def _cluster(row_json: bytes, field: str) -> str:
+    """The value of a field as JSON; "" without the field."""
+    fields = json.loads(row_json) if field else {}
+    return json.dumps(fields[field], ensure_ascii=False, sort_keys=True) if field in fields else ""
+
+
+def _sample(row: int, episode: Episode, cluster: str) -> pb.EvalSample:
     result = episode.result
     assert result is not None
     return pb.EvalSample(
@@ -139,4 +165,6 @@ def _sample(row: int, episode: Episode) -> pb.EvalSample:
         metrics=result.metrics,
         outcome=OUTCOMES[result.outcome],
         reason=result.reason,
+        sample=episode.sample,
+        cluster=cluster,
     )

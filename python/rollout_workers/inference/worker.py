@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,11 +26,12 @@ from rollout_workers.engines.base import Engine
 from rollout_workers.environments import registry as environments
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.admission import Admission
-from rollout_workers.inference.evaluation import Evaluation
+from rollout_workers.inference.evaluation import HELD_OUT, Evaluation, Suite
 from rollout_workers.inference.generation import Generation
 from rollout_workers.inference.in_flight import InFlight
 from rollout_workers.inference.model import Model, load
 from rollout_workers.inference.monitor import Answers, progress_of, report_throughput, verify_weights
+from rollout_workers.inference.params import of_run
 from rollout_workers.inference.pipeline import Pipeline, SamplingContext, ServedContext
 from rollout_workers.inference.receipt import EngineReceipts, Verification
 from rollout_workers.inference.server import InferenceServer
@@ -53,7 +55,7 @@ from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.publisher import Publisher
 from rollout_workers.worker.registration import Registration
 from rollout_workers.worker.serving import Server
-from rollout_workers.worker.spec import Identity, held_out_file
+from rollout_workers.worker.spec import Identity, held_out_file, suite_file
 from rollout_workers.worker.stream import WorkQueue
 from rollout_workers.worker.tls import of_agent, of_mesh
 from rollout_workers.worker.watchdog import LoopBeat, Observe, Watchdog
@@ -120,7 +122,8 @@ async def run_inference_worker(
             context = SamplingContext.build(who, parts, environment, model, receipts)
             pipeline = Pipeline.build(context, publisher, services, calls, clients)
             pauses = Pauses(model.engine, pipeline.puller)
-            servicer = _servicer(spec, context, pipeline, calls, lifecycle, rewards, updates, pauses)
+            suites = await _suites(spec, who, context, parts, services, lifecycle, cleanup)
+            servicer = _servicer(spec, context, pipeline, calls, lifecycle, rewards, updates, pauses, suites)
             computes = "the engine has samples and computed no token", partial(progress_of, model.engine)
         else:
             from rollout_workers.inference import policy_serving as serving
@@ -235,8 +238,11 @@ def _starts_paused(config: RunConfig) -> bool:
     return config.weights.update == "atomic" and not algorithm.traits(algorithm.name_of(config)).scores
 
 
-def _rewards(spec: WorkerSpec, services: Services, lifecycle: Lifecycle, calls: Calls) -> Scorer | None:
-    config = spec.plan.config
+def _rewards(
+    spec: WorkerSpec, services: Services, lifecycle: Lifecycle, calls: Calls, config: RunConfig | None = None
+) -> Scorer | None:
+    """The scorer of the run, or of the configuration of a suite; None without a reward."""
+    config = config or spec.plan.config
     if not config.HasField("reward"):
         return None
 
@@ -267,20 +273,13 @@ def _servicer(
     rewards: Scorer | None,
     updates: WeightsUpdates,
     pauses: Pauses,
+    suites: Mapping[str, Suite],
 ) -> InferenceServer:
     config, engine, text = context.config, context.model.engine, context.model.text
     evaluation = None
-    if algorithm.rewarded(config) and (rows := held_out_file(spec)):
-        evaluation = Evaluation(
-            engine,
-            context.environment,
-            text,
-            context.params,
-            context.receipts,
-            rows,
-            limits=Limits.of(config),
-            chat=config.model.chat_template,
-        )
+    if suites:
+        limits = Limits.of(config)
+        evaluation = Evaluation(engine, text, context.receipts, suites, limits=limits, chat=config.model.chat_template)
     generation = Generation(context.model, context.params, config.engine.max_model_len, family=config.model.chat_family)
     in_flight = InFlight(
         context.who,
@@ -293,6 +292,39 @@ def _servicer(
         held_out=evaluation.doing if evaluation else list,
     )
     return InferenceServer(context, generation, evaluation, pipeline.puller, in_flight, lifecycle, rewards, updates, pauses)
+
+
+async def _suites(
+    spec: WorkerSpec,
+    who: Identity,
+    context: SamplingContext,
+    parts: environments.Context,
+    services: Services,
+    lifecycle: Lifecycle,
+    cleanup: AsyncExitStack,
+) -> dict[str, Suite]:
+    """The held-out rows and the suites that this worker may be asked to evaluate."""
+    config = context.config
+    suites: dict[str, Suite] = {}
+    if algorithm.rewarded(config) and (rows := held_out_file(spec)):
+        suites[HELD_OUT] = Suite(rows, context.environment, context.params)
+    if config.eval.workers and not who.reserved:
+        return suites
+    for name, suite in sorted(spec.suites.items()):
+        rewards = parts.rewards
+        if suite.reward != config.reward:
+            rewards = _rewards(spec, services, lifecycle, parts.calls, suite)
+            if rewards is not None:
+                cleanup.push_async_callback(rewards.close)
+                await rewards.start()
+        environment = context.environment
+        if rewards is not parts.rewards or suite.sampling.max_tokens != config.sampling.max_tokens:
+            prompts = PromptReader.of_samples(suite, parts.text)
+            opened = environments.opened(replace(parts, config=suite, prompts=prompts, rewards=rewards))
+            environment = await cleanup.enter_async_context(opened)
+        cluster = config.eval.suites[name].cluster
+        suites[name] = Suite(suite_file(spec, name), environment, of_run(suite.sampling), cluster)
+    return suites
 
 
 async def _serve(

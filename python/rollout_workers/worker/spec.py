@@ -161,12 +161,27 @@ def resolve(spec: WorkerSpec, path: str) -> str:
     return os.path.abspath(os.path.join(spec.base_dir, path))
 
 
+def suite_file(spec: WorkerSpec, suite: str) -> str:
+    """The file of a suite's rows (JSON Lines)."""
+    path = spec.plan.config.eval.suites[suite].data
+    if not path:
+        return held_out_file(spec)
+    for item in spec.plan.inputs:
+        if item.role == plan_pb2.INPUT_ROLE_SUITE_DATA and os.path.normpath(item.path) == os.path.normpath(path):
+            return _rows_file(spec, item)
+    return resolve(spec, path)
+
+
 def held_out_file(spec: WorkerSpec) -> str:
     """The file of the plan's held-out rows (JSON Lines); "" if it has none."""
     for item in spec.plan.inputs:
         if item.role == plan_pb2.INPUT_ROLE_EVAL_DATA:
-            return inputs.rows(_inputs(spec), item.digest) if item.sources else resolve(spec, item.path)
+            return _rows_file(spec, item)
     return resolve(spec, spec.plan.config.data.eval) if spec.plan.config.data.eval else ""
+
+
+def _rows_file(spec: WorkerSpec, item: plan_pb2.Input) -> str:
+    return inputs.rows(_inputs(spec), item.digest) if item.sources else resolve(spec, item.path)
 
 
 def _inputs(spec: WorkerSpec) -> str:

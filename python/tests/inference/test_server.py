@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -257,6 +258,41 @@ async def test_the_parts_of_an_evaluation_are_its_rows(caller: Caller, run: str)
     assert sorted(parts, key=lambda sample: sample.row) == whole
     request.max_prompts, request.parts, request.part = 2, 3, 2
     assert await caller.stream("Evaluate", request) == []
+
+
+async def test_suites_have_their_own_rows_samples_and_rewards(daemon: Daemon, example: Example, run: str, tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1=", "page": n // 2}) + "\n" for n in range(4)))
+    run_config = config(example, engine={"slots": 16, "max_model_len": LIMIT}, eval={"every_steps": 1})
+    suite = run_config.eval.suites["sums"]
+    suite.data, suite.cluster = str(tmp_path / "sums.jsonl"), "page"
+    made_of = spec(daemon, run_config, run=run)
+    own = made_of.suites["sums"]
+    own.CopyFrom(run_config)
+    own.sampling.max_tokens = 2
+    own.reward.ClearField("plugin")
+    own.reward.expression = "double(size(completion)) + 10.0"
+    made = await InProcess(made_of).start()
+    try:
+        caller = Caller(made)
+        request = pb.EvaluateRequest(run_id=run, version=0, temperature=1, seed=1, suite="sums", samples=3)
+        samples = [sample for chunk in await caller.stream("Evaluate", request) for sample in chunk.samples]
+        assert [(sample.row, sample.sample, sample.cluster) for sample in samples] == [
+            (row, number, str(row // 2)) for row in range(4) for number in range(3)
+        ]
+        assert {sample.prompt for sample in samples} == {f"{n}+1=" for n in range(4)}
+        assert all(sample.reward == len(sample.completion) + 10 for sample in samples)
+        assert len({sample.completion for sample in samples}) > 4, "the samples of a row differ"
+        request.parts, request.part = 2, 1
+        odd = [sample for chunk in await caller.stream("Evaluate", request) for sample in chunk.samples]
+        assert odd == [sample for sample in samples if sample.row % 2]
+        held_out = pb.EvaluateRequest(run_id=run, version=0, max_prompts=4, seed=1)
+        scored = [sample for chunk in await caller.stream("Evaluate", held_out) for sample in chunk.samples]
+        assert len(scored) == 4 and all(sample.reward < 10 and not sample.cluster for sample in scored)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await caller.stream("Evaluate", pb.EvaluateRequest(run_id=run, suite="words"))
+        assert reason_of(caught.value)[1] == "NO_EVALUATION"
+    finally:
+        await made.stop()
 
 
 async def test_an_evaluation_needs_the_current_version(caller: Caller, run: str) -> None:

@@ -69,6 +69,13 @@ func (r *checker) measured(field, metric string) bool {
 		return conflict("evaluations of this run measure rewards", "write `eval/reward`")
 	case (metric == "reward/mean" || metric == "reward/std") && !sampled:
 		return conflict("this algorithm has no rewards", "write `loss`, or `eval/loss` with evaluations")
+	case metric == "eval/reward" && r.Config.GetData().GetEval() == "" && r.Readable("data.eval"):
+		return conflict("the run has no held-out rows", "write `eval` in [data], or a metric of a suite, `eval/SUITE/METRIC`")
+	}
+	if condition.Evaluated(metric) {
+		if message, fix := r.suiteMetric(metric); message != "" {
+			return conflict(message, fix)
+		}
 	}
 	return true
 }

@@ -4,10 +4,14 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/nearest"
 	planformat "github.com/rollout-rl/rollout/libs/plan"
+	"github.com/rollout-rl/rollout/libs/reward"
 	"github.com/rollout-rl/rollout/libs/suite"
+	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
 
@@ -43,6 +47,9 @@ func (r *checker) suites() {
 		if s.Reward != nil && algorithm.EnvironmentRewards(one) {
 			conflict("reward", "has no effect: the environment scores its episodes", "remove it")
 		}
+		if r.inRun(name) {
+			r.suiteOfRun(s, one, conflict)
+		}
 		if s.GetSamples() > 1 && s.Temperature != nil && s.GetTemperature() == 0 && r.Readable(field("samples")) && r.Readable(field("temperature")) {
 			conflict("temperature", "is 0, which gives equal samples of a row", "write `temperature = 1.0`, or `samples = 1`")
 		}
@@ -50,4 +57,80 @@ func (r *checker) suites() {
 			conflict("baseline", "has no effect without the metric `win_rate`", "write `metrics = [\"win_rate\"]`, or remove it")
 		}
 	}
+}
+
+// inRun reports whether the evaluations of the run evaluate a suite.
+func (r *checker) inRun(name string) bool {
+	return r.Readable("eval.every_steps") && slices.Contains(suite.InRun(r.Config), name)
+}
+
+// suiteOfRun reports what only `rollout eval` does with a suite. one is the configuration of the
+// suite.
+func (r *checker) suiteOfRun(s *configv1.EvalSuiteConfig, one *configv1.RunConfig, conflict func(key, message, fix string)) {
+	const apart = "move the suite to another file, for `rollout eval --suite FILE`"
+	if s.Environment != nil {
+		conflict("environment", "is for `rollout eval` only: evaluations of a run take place in its own [environment]", apart)
+	}
+	if s.Baseline != nil {
+		conflict("baseline", "is for `rollout eval` only", apart)
+	}
+	switch {
+	case s.Reward == nil || s.Environment != nil:
+	case algorithm.EnvironmentRewards(r.Config):
+		conflict("reward", "is for `rollout eval` only: the environment of the run scores its episodes", apart)
+	case len(reward.Models(one)) > 0:
+		conflict("reward", "has a reward model, which evaluations of a run can have in [reward] only", "use the model in [reward], or "+apart)
+	}
+	if most, context := s.GetMaxTokens(), r.Config.GetEngine().GetMaxModelLen(); s.MaxTokens != nil && context > 0 && most >= context {
+		conflict("max_tokens", "must be below `engine.max_model_len`", fmt.Sprintf("lower it, or raise `max_model_len` in [engine] from %d", context))
+	}
+}
+
+// suiteMetric reports a metric `eval/SUITE/NAME` that no suite of the run has. fix may be empty.
+func (r *checker) suiteMetric(metric string) (message, fix string) {
+	if !r.Readable("eval.suites") || !r.Readable("eval.every_steps") {
+		return "", ""
+	}
+	name, rest, nested := strings.Cut(strings.TrimPrefix(metric, "eval/"), "/")
+	names := suite.InRun(r.Config)
+	if !nested {
+		if slices.Contains(names, name) {
+			return fmt.Sprintf("`%s` is a suite, which has several metrics", name), fmt.Sprintf("write `%s/%s`", metric, suite.MetricsOf(r.Config.GetEval().GetSuites()[name])[0])
+		}
+		return "", ""
+	}
+	_, notSuite := suite.Parse(rest)
+	if !slices.Contains(names, name) {
+		if near := nearest.To(name, names); near != "" {
+			return fmt.Sprintf("the run has no suite `%s`", name), fmt.Sprintf("did you mean `eval/%s/%s`?", near, rest)
+		}
+		if notSuite == nil {
+			return fmt.Sprintf("the run has no suite `%s`", name), fmt.Sprintf("add a table [eval.suites.%s]", name)
+		}
+		return "", "" // a number of the reward of held-out rows
+	}
+	if r.unread("eval.suites." + name) {
+		return "", ""
+	}
+	s := r.Config.GetEval().GetSuites()[name]
+	known := suite.MetricsOf(s)
+	base := strings.TrimSuffix(rest, "_stderr")
+	switch {
+	case slices.Contains(known, base) || rest == "samples" || rest == "failed":
+		return "", ""
+	case notSuite == nil:
+		return fmt.Sprintf("the suite `%s` has no metric `%s`", name, rest), fmt.Sprintf("add %q to `metrics` in [eval.suites.%s]", rest, name)
+	}
+	scored := s.GetReward()
+	if scored == nil {
+		scored = r.Config.GetReward()
+	}
+	if scored.GetExpression() == "" && !strings.Contains(rest, "@") {
+		return "", "" // a further number of the reward, which only the run knows
+	}
+	fix = fmt.Sprintf("its metrics are %s", quoted(slices.Clone(known), "and"))
+	if near := nearest.To(rest, known); near != "" {
+		fix = fmt.Sprintf("did you mean `eval/%s/%s`?", name, near)
+	}
+	return fmt.Sprintf("the suite `%s` has no metric `%s`", name, rest), fix
 }

@@ -77,3 +77,59 @@ func TestSuites(t *testing.T) {
 		}
 	}
 }
+
+// What a run evaluates must be possible in the run; the rest of a suite is for `rollout eval`.
+func TestSuitesOfARun(t *testing.T) {
+	t.Parallel()
+	const sums = "[eval.suites.sums]\ndata = \"a.jsonl\"\nsamples = 4\nmetrics = [\"mean\", \"pass@4\"]\n"
+	gate := func(metric string) string {
+		return sums + "[gates.good]\nwhen = \"" + metric + " >= 0.8\"\naction = \"stop\"\n"
+	}
+	const reads = "run.toml:25 CONFLICT gates.good.when `gates.good.when` reads "
+	for _, c := range []struct{ text, set, want string }{
+		{sums, "", ""},
+		{sums, "eval.every_steps=2", ""},
+		{gate("eval/sums/pass@4"), "eval.every_steps=2", ""},
+		{gate("eval/sums/mean_stderr"), "eval.every_steps=2", ""},
+		{gate("eval/sums/failed"), "eval.every_steps=2", ""},
+		{gate("eval/sums/accuracy"), "eval.every_steps=2", ""}, // a number of the reward
+		{gate("eval/accuracy"), "eval.every_steps=2|data.eval=\"b.jsonl\"", ""},
+		{gate("eval/reward"), "eval.every_steps=2|data.eval=\"b.jsonl\"", ""},
+		{gate("eval/sums/pass@2"), "eval.every_steps=2", reads + "`eval/sums/pass@2`, but the suite `sums` has no metric `pass@2`; add \"pass@2\" to `metrics` in [eval.suites.sums]"},
+		{gate("eval/sums/pas@4"), "eval.every_steps=2", reads + "`eval/sums/pas@4`, but the suite `sums` has no metric `pas@4`; did you mean `eval/sums/pass@4`?"},
+		{gate("eval/sum/mean"), "eval.every_steps=2", reads + "`eval/sum/mean`, but the run has no suite `sum`; did you mean `eval/sums/mean`?"},
+		{gate("eval/words/mean"), "eval.every_steps=2", reads + "`eval/words/mean`, but the run has no suite `words`; add a table [eval.suites.words]"},
+		{gate("eval/sums"), "eval.every_steps=2", reads + "`eval/sums`, but `sums` is a suite, which has several metrics; write `eval/sums/mean`"},
+		{gate("eval/sums/mean"), "", reads + "`eval/sums/mean`, but the run has no evaluations; write `every_steps = 10` in [eval], and `eval` in [data]"},
+		{gate("eval/reward"), "eval.every_steps=2", reads + "`eval/reward`, but the run has no held-out rows; write `eval` in [data], or a metric of a suite, `eval/SUITE/METRIC`"},
+		{
+			gate("eval/sums/good"), "eval.every_steps=2|eval.suites.sums.reward={expression=\"1.0\"}",
+			reads + "`eval/sums/good`, but the suite `sums` has no metric `good`; its metrics are `mean` and `pass@4`",
+		},
+		{
+			sums + "max_tokens = 4096\n", "eval.every_steps=2|engine.max_model_len=64|sampling.max_tokens=8",
+			"run.toml:24 CONFLICT eval.suites.sums.max_tokens `eval.suites.sums.max_tokens` must be below `engine.max_model_len`; lower it, or raise `max_model_len` in [engine] from 64",
+		},
+		{
+			sums + "environment = { kind = \"python\", path = \"guess.py:Guess\" }\n", "eval.every_steps=2",
+			"run.toml:24 CONFLICT eval.suites.sums.environment `eval.suites.sums.environment` is for `rollout eval` only: " +
+				"evaluations of a run take place in its own [environment]; move the suite to another file, for `rollout eval --suite FILE`",
+		},
+		{
+			sums + "reward = { model = { path = \"judge\" } }\n", "eval.every_steps=2",
+			"run.toml:24 CONFLICT eval.suites.sums.reward `eval.suites.sums.reward` has a reward model, which evaluations of a run can have in [reward] only; " +
+				"use the model in [reward], or move the suite to another file, for `rollout eval --suite FILE`",
+		},
+	} {
+		var set, got []string
+		if c.set != "" {
+			set = strings.Split(c.set, "|")
+		}
+		for _, p := range read(t, good+"\n"+c.text, set...).Sorted() {
+			got = append(got, fmt.Sprintf("%s:%d %s %s %s; %s", p.GetFile(), p.GetLine(), p.GetReason(), p.GetField(), p.GetMessage(), p.GetFix()))
+		}
+		if text := strings.Join(got, "\n"); text != c.want {
+			t.Errorf("%s\n%s\n got %s\nwant %s", c.text, c.set, text, c.want)
+		}
+	}
+}

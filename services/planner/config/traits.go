@@ -2,6 +2,7 @@ package config
 
 import (
 	"github.com/rollout-rl/rollout/libs/algorithm"
+	"github.com/rollout-rl/rollout/libs/suite"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 )
 
@@ -152,10 +153,11 @@ var traitRules = append(multistepRules, []traitRule{
 		},
 	},
 	{
-		"run_config.eval_data", "`eval.every_steps` needs `data.eval`, and a `[reward]` table where the algorithm samples",
+		"run_config.eval_data", "`eval.every_steps` needs `data.eval` or a suite, and a `[reward]` table where the algorithm samples",
 		[]string{"eval.every_steps", "data.eval", "reward", "environment.kind"},
 		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
-			return c.GetEval().GetEverySteps() > 0 && !algorithm.External(c) && (c.GetData().GetEval() == "" || !algorithm.Rewarded(c) && !algorithm.FromData(c))
+			rows := c.GetData().GetEval() != "" || len(suite.InRun(c)) > 0
+			return c.GetEval().GetEverySteps() > 0 && !algorithm.External(c) && (!rows || !algorithm.Rewarded(c) && !algorithm.FromData(c))
 		},
 	},
 	{

@@ -264,6 +264,8 @@ func roleName(role planv1.InputRole) string {
 		return "train"
 	case planv1.InputRole_INPUT_ROLE_EVAL_DATA:
 		return "eval"
+	case planv1.InputRole_INPUT_ROLE_SUITE_DATA:
+		return "suite"
 	case planv1.InputRole_INPUT_ROLE_MODEL:
 		return "model"
 	case planv1.InputRole_INPUT_ROLE_REWARD:

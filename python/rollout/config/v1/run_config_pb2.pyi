@@ -1731,7 +1731,7 @@ Global___StalenessConfig: _TypeAlias = StalenessConfig  # noqa: Y015
 @_typing.final
 class EvalConfig(_message.Message):
     """EvalConfig sets evaluation on held-out rows: the policy answers them and the reward scores the
-    answers. Algorithms that train on rows (SFT, reward models, DPO, IPO, KTO) need no reward:
+    answers. A suite sets its rows, reward, and metrics. Algorithms that train on rows (SFT, reward models, DPO, IPO, KTO) need no reward:
     without one the learner computes the loss on the held-out rows and the metrics of a step, such as
     `rewards/accuracy`.
     """
@@ -1779,8 +1779,8 @@ class EvalConfig(_message.Message):
     """
     @_builtins.property
     def suites(self) -> _containers.MessageMap[_builtins.str, Global___EvalSuiteConfig]:
-        """Suites of tasks, each in its own named table, such as `[eval.suites.sums]`. `rollout eval`
-        evaluates them (docs/evaluation.md); a run does not.
+        """Suites of tasks, each in its own named table, such as `[eval.suites.sums]`. Every evaluation of
+        the run evaluates them, and `rollout eval` does without a run (docs/evaluation.md).
         """
 
     def __init__(

@@ -1090,6 +1090,8 @@ class EvaluateRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    SUITE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     version: _builtins.int
@@ -1104,6 +1106,10 @@ class EvaluateRequest(_message.Message):
     """Number of parts into which the rows are divided; 0 or 1: one."""
     part: _builtins.int
     """Part to evaluate, from 0: the rows `part`, `part + parts`, and so on."""
+    suite: _builtins.str
+    """Suite to evaluate, one of the worker's spec; empty: the held-out rows of the run."""
+    samples: _builtins.int
+    """Samples of each row; 0: one."""
     def __init__(
         self,
         *,
@@ -1114,10 +1120,12 @@ class EvaluateRequest(_message.Message):
         seed: _builtins.int = ...,
         parts: _builtins.int = ...,
         part: _builtins.int = ...,
+        suite: _builtins.str = ...,
+        samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_prompts", b"max_prompts", "part", b"part", "parts", b"parts", "run_id", b"run_id", "seed", b"seed", "temperature", b"temperature", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_prompts", b"max_prompts", "part", b"part", "parts", b"parts", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "suite", b"suite", "temperature", b"temperature", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1180,6 +1188,8 @@ class EvalSample(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """Row of the held-out data."""
     prompt: _builtins.str
@@ -1192,6 +1202,10 @@ class EvalSample(_message.Message):
     """How it ended."""
     reason: _builtins.str
     """Reason of an infrastructure failure."""
+    sample: _builtins.int
+    """Number of the sample of its row, from 0."""
+    cluster: _builtins.str
+    """Value of the suite's field `cluster` in the row, as JSON; empty without it."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Metrics of the reward."""
@@ -1206,10 +1220,12 @@ class EvalSample(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         outcome: _trajectory_pb2.Outcome.ValueType = ...,
         reason: _builtins.str = ...,
+        sample: _builtins.int = ...,
+        cluster: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "metrics", b"metrics", "outcome", b"outcome", "prompt", b"prompt", "reason", b"reason", "reward", b"reward", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "completion", b"completion", "metrics", b"metrics", "outcome", b"outcome", "prompt", b"prompt", "reason", b"reason", "reward", b"reward", "row", b"row", "sample", b"sample"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,8 @@ class _InputRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InputRole.V
     """Source of the reward."""
     INPUT_ROLE_ENVIRONMENT: _InputRole.ValueType  # 5
     """Source of the environment."""
+    INPUT_ROLE_SUITE_DATA: _InputRole.ValueType  # 6
+    """Rows of an evaluation suite."""
 
 class InputRole(_InputRole, metaclass=_InputRoleEnumTypeWrapper):
     """InputRole is the purpose of an input."""
@@ -56,6 +58,8 @@ INPUT_ROLE_REWARD: InputRole.ValueType  # 4
 """Source of the reward."""
 INPUT_ROLE_ENVIRONMENT: InputRole.ValueType  # 5
 """Source of the environment."""
+INPUT_ROLE_SUITE_DATA: InputRole.ValueType  # 6
+"""Rows of an evaluation suite."""
 Global___InputRole: _TypeAlias = InputRole  # noqa: Y015
 
 class _SettingOrigin:

@@ -11,6 +11,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rollout.config.v1 import run_config_pb2 as _run_config_pb2
 from rollout.fence.v1 import fence_pb2 as _fence_pb2
 from rollout.plan.v1 import plan_pb2 as _plan_pb2
 from rollout.wait.v1 import wait_pb2 as _wait_pb2
@@ -506,6 +507,27 @@ class WorkerSpec(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SuitesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _run_config_pb2.RunConfig: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _run_config_pb2.RunConfig | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
@@ -533,6 +555,7 @@ class WorkerSpec(_message.Message):
     PEER_TOKEN_FIELD_NUMBER: _builtins.int
     TOKEN_FILE_FIELD_NUMBER: _builtins.int
     SERVICES_KEY_FIELD_NUMBER: _builtins.int
+    SUITES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """`<kind>-<number>`, unique in the run."""
     kind: _builtins.str
@@ -609,6 +632,12 @@ class WorkerSpec(_message.Message):
         one, by its number.
         """
 
+    @_builtins.property
+    def suites(self) -> _containers.MessageMap[_builtins.str, _run_config_pb2.RunConfig]:
+        """Of an inference worker, the suites that the run evaluates, by name: the configuration of the run
+        with the data, the sampling, and the scoring of the suite.
+        """
+
     def __init__(
         self,
         *,
@@ -639,10 +668,11 @@ class WorkerSpec(_message.Message):
         peer_token: _builtins.str = ...,
         token_file: _builtins.str = ...,
         services_key: _builtins.str = ...,
+        suites: _abc.Mapping[_builtins.str, _run_config_pb2.RunConfig] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["nats", b"nats", "plan", b"plan", "tls", b"tls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "gpus", b"gpus", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "peer_token", b"peer_token", "plan", b"plan", "reserved", b"reserved", "run_directory", b"run_directory", "run_id", b"run_id", "services_key", b"services_key", "threads", b"threads", "tls", b"tls", "token", b"token", "token_file", b"token_file", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "consul_address", b"consul_address", "consul_ca_file", b"consul_ca_file", "consul_cert_file", b"consul_cert_file", "consul_key_file", b"consul_key_file", "consul_token", b"consul_token", "gpus", b"gpus", "incarnation", b"incarnation", "initial_version", b"initial_version", "initial_weights", b"initial_weights", "kind", b"kind", "nats", b"nats", "nats_token", b"nats_token", "nats_url", b"nats_url", "nonce", b"nonce", "otlp_endpoint", b"otlp_endpoint", "peer_token", b"peer_token", "plan", b"plan", "reserved", b"reserved", "run_directory", b"run_directory", "run_id", b"run_id", "services_key", b"services_key", "suites", b"suites", "threads", b"threads", "tls", b"tls", "token", b"token", "token_file", b"token_file", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

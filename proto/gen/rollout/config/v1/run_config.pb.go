@@ -2161,7 +2161,7 @@ func (x *StalenessConfig) GetMaxSteps() uint32 {
 }
 
 // EvalConfig sets evaluation on held-out rows: the policy answers them and the reward scores the
-// answers. Algorithms that train on rows (SFT, reward models, DPO, IPO, KTO) need no reward:
+// answers. A suite sets its rows, reward, and metrics. Algorithms that train on rows (SFT, reward models, DPO, IPO, KTO) need no reward:
 // without one the learner computes the loss on the held-out rows and the metrics of a step, such as
 // `rewards/accuracy`.
 type EvalConfig struct {
@@ -2177,8 +2177,8 @@ type EvalConfig struct {
 	// that they evaluate, and training continues in the meantime; the next evaluation waits for the
 	// last one. 0: a worker evaluates between two steps, and training waits.
 	Workers *uint32 `protobuf:"varint,4,opt,name=workers,proto3,oneof" json:"workers,omitempty"`
-	// Suites of tasks, each in its own named table, such as `[eval.suites.sums]`. `rollout eval`
-	// evaluates them (docs/evaluation.md); a run does not.
+	// Suites of tasks, each in its own named table, such as `[eval.suites.sums]`. Every evaluation of
+	// the run evaluates them, and `rollout eval` does without a run (docs/evaluation.md).
 	Suites        map[string]*EvalSuiteConfig `protobuf:"bytes,5,rep,name=suites,proto3" json:"suites,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

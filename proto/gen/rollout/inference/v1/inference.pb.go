@@ -2032,7 +2032,11 @@ type EvaluateRequest struct {
 	// Number of parts into which the rows are divided; 0 or 1: one.
 	Parts uint32 `protobuf:"varint,6,opt,name=parts,proto3" json:"parts,omitempty"`
 	// Part to evaluate, from 0: the rows `part`, `part + parts`, and so on.
-	Part          uint32 `protobuf:"varint,7,opt,name=part,proto3" json:"part,omitempty"`
+	Part uint32 `protobuf:"varint,7,opt,name=part,proto3" json:"part,omitempty"`
+	// Suite to evaluate, one of the worker's spec; empty: the held-out rows of the run.
+	Suite string `protobuf:"bytes,8,opt,name=suite,proto3" json:"suite,omitempty"`
+	// Samples of each row; 0: one.
+	Samples       uint32 `protobuf:"varint,9,opt,name=samples,proto3" json:"samples,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2116,6 +2120,20 @@ func (x *EvaluateRequest) GetPart() uint32 {
 	return 0
 }
 
+func (x *EvaluateRequest) GetSuite() string {
+	if x != nil {
+		return x.Suite
+	}
+	return ""
+}
+
+func (x *EvaluateRequest) GetSamples() uint32 {
+	if x != nil {
+		return x.Samples
+	}
+	return 0
+}
+
 // EvaluateResponse is some scored samples.
 type EvaluateResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2178,7 +2196,11 @@ type EvalSample struct {
 	// How it ended.
 	Outcome v12.Outcome `protobuf:"varint,6,opt,name=outcome,proto3,enum=rollout.trajectory.v1.Outcome" json:"outcome,omitempty"`
 	// Reason of an infrastructure failure.
-	Reason        string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
+	Reason string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
+	// Number of the sample of its row, from 0.
+	Sample uint32 `protobuf:"varint,8,opt,name=sample,proto3" json:"sample,omitempty"`
+	// Value of the suite's field `cluster` in the row, as JSON; empty without it.
+	Cluster       string `protobuf:"bytes,9,opt,name=cluster,proto3" json:"cluster,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2258,6 +2280,20 @@ func (x *EvalSample) GetOutcome() v12.Outcome {
 func (x *EvalSample) GetReason() string {
 	if x != nil {
 		return x.Reason
+	}
+	return ""
+}
+
+func (x *EvalSample) GetSample() uint32 {
+	if x != nil {
+		return x.Sample
+	}
+	return 0
+}
+
+func (x *EvalSample) GetCluster() string {
+	if x != nil {
+		return x.Cluster
 	}
 	return ""
 }
@@ -3127,7 +3163,7 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x05index\x18\x01 \x01(\rR\x05index\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12\x1c\n" +
-	"\targuments\x18\x04 \x01(\tR\targuments\"\xe5\x01\n" +
+	"\targuments\x18\x04 \x01(\tR\targuments\"\x9f\x02\n" +
 	"\x0fEvaluateRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\x04R\aversion\x12\x1f\n" +
@@ -3136,9 +3172,11 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\vtemperature\x18\x04 \x01(\x01B\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00$@)\x00\x00\x00\x00\x00\x00\x00\x00R\vtemperature\x12\x12\n" +
 	"\x04seed\x18\x05 \x01(\x04R\x04seed\x12\x14\n" +
 	"\x05parts\x18\x06 \x01(\rR\x05parts\x12\x12\n" +
-	"\x04part\x18\a \x01(\rR\x04part\"N\n" +
+	"\x04part\x18\a \x01(\rR\x04part\x12\x14\n" +
+	"\x05suite\x18\b \x01(\tR\x05suite\x12\"\n" +
+	"\asamples\x18\t \x01(\rB\b\xbaH\x05*\x03\x18\x80\bR\asamples\"N\n" +
 	"\x10EvaluateResponse\x12:\n" +
-	"\asamples\x18\x01 \x03(\v2 .rollout.inference.v1.EvalSampleR\asamples\"\xc5\x02\n" +
+	"\asamples\x18\x01 \x03(\v2 .rollout.inference.v1.EvalSampleR\asamples\"\xf7\x02\n" +
 	"\n" +
 	"EvalSample\x12\x10\n" +
 	"\x03row\x18\x01 \x01(\x04R\x03row\x12\x16\n" +
@@ -3149,7 +3187,9 @@ const file_rollout_inference_v1_inference_proto_rawDesc = "" +
 	"\x06reward\x18\x04 \x01(\x01R\x06reward\x12G\n" +
 	"\ametrics\x18\x05 \x03(\v2-.rollout.inference.v1.EvalSample.MetricsEntryR\ametrics\x128\n" +
 	"\aoutcome\x18\x06 \x01(\x0e2\x1e.rollout.trajectory.v1.OutcomeR\aoutcome\x12\x16\n" +
-	"\x06reason\x18\a \x01(\tR\x06reason\x1a:\n" +
+	"\x06reason\x18\a \x01(\tR\x06reason\x12\x16\n" +
+	"\x06sample\x18\b \x01(\rR\x06sample\x12\x18\n" +
+	"\acluster\x18\t \x01(\tR\acluster\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"V\n" +

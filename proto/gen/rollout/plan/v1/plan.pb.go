@@ -42,6 +42,8 @@ const (
 	InputRole_INPUT_ROLE_REWARD InputRole = 4
 	// Source of the environment.
 	InputRole_INPUT_ROLE_ENVIRONMENT InputRole = 5
+	// Rows of an evaluation suite.
+	InputRole_INPUT_ROLE_SUITE_DATA InputRole = 6
 )
 
 // Enum value maps for InputRole.
@@ -53,6 +55,7 @@ var (
 		3: "INPUT_ROLE_MODEL",
 		4: "INPUT_ROLE_REWARD",
 		5: "INPUT_ROLE_ENVIRONMENT",
+		6: "INPUT_ROLE_SUITE_DATA",
 	}
 	InputRole_value = map[string]int32{
 		"INPUT_ROLE_UNSPECIFIED": 0,
@@ -61,6 +64,7 @@ var (
 		"INPUT_ROLE_MODEL":       3,
 		"INPUT_ROLE_REWARD":      4,
 		"INPUT_ROLE_ENVIRONMENT": 5,
+		"INPUT_ROLE_SUITE_DATA":  6,
 	}
 )
 
@@ -1577,14 +1581,15 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\x11RenewPlanResponse\x124\n" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x12)\n" +
 	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12\x12\n" +
-	"\x04lock\x18\x03 \x01(\fR\x04lock*\xa5\x01\n" +
+	"\x04lock\x18\x03 \x01(\fR\x04lock*\xc0\x01\n" +
 	"\tInputRole\x12\x1a\n" +
 	"\x16INPUT_ROLE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15INPUT_ROLE_TRAIN_DATA\x10\x01\x12\x18\n" +
 	"\x14INPUT_ROLE_EVAL_DATA\x10\x02\x12\x14\n" +
 	"\x10INPUT_ROLE_MODEL\x10\x03\x12\x15\n" +
 	"\x11INPUT_ROLE_REWARD\x10\x04\x12\x1a\n" +
-	"\x16INPUT_ROLE_ENVIRONMENT\x10\x05*\x80\x01\n" +
+	"\x16INPUT_ROLE_ENVIRONMENT\x10\x05\x12\x19\n" +
+	"\x15INPUT_ROLE_SUITE_DATA\x10\x06*\x80\x01\n" +
 	"\rSettingOrigin\x12\x1e\n" +
 	"\x1aSETTING_ORIGIN_UNSPECIFIED\x10\x00\x12\x1a\n" +
 	"\x16SETTING_ORIGIN_DEFAULT\x10\x01\x12\x16\n" +

@@ -11,7 +11,8 @@ package runv1
 
 import (
 	_ "buf.build/gen/go/bufbuild/protovalidate/protocolbuffers/go/buf/validate"
-	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
+	v12 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
+	v13 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 	v1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	v11 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
@@ -940,7 +941,10 @@ type WorkerSpec struct {
 	TokenFile string `protobuf:"bytes,26,opt,name=token_file,json=tokenFile,proto3" json:"token_file,omitempty"`
 	// Public key of the signatures of service registrations: Ed25519, hexadecimal. The worker calls
 	// no service whose registration has no valid signature.
-	ServicesKey   string `protobuf:"bytes,27,opt,name=services_key,json=servicesKey,proto3" json:"services_key,omitempty"`
+	ServicesKey string `protobuf:"bytes,27,opt,name=services_key,json=servicesKey,proto3" json:"services_key,omitempty"`
+	// Of an inference worker, the suites that the run evaluates, by name: the configuration of the run
+	// with the data, the sampling, and the scoring of the suite.
+	Suites        map[string]*v12.RunConfig `protobuf:"bytes,28,rep,name=suites,proto3" json:"suites,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1162,6 +1166,13 @@ func (x *WorkerSpec) GetServicesKey() string {
 		return x.ServicesKey
 	}
 	return ""
+}
+
+func (x *WorkerSpec) GetSuites() map[string]*v12.RunConfig {
+	if x != nil {
+		return x.Suites
+	}
+	return nil
 }
 
 // WorkerTls has the PEM files with which a worker serves and calls. It reloads them when they
@@ -2181,7 +2192,7 @@ type CompleteRunRequest struct {
 	Message string `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
 	// The controller that drove the run, and the incarnation that has ended or stopped. A report
 	// about another incarnation than the scheduler's is ignored.
-	Fence         *v12.Fence `protobuf:"bytes,6,opt,name=fence,proto3" json:"fence,omitempty"`
+	Fence         *v13.Fence `protobuf:"bytes,6,opt,name=fence,proto3" json:"fence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2244,7 +2255,7 @@ func (x *CompleteRunRequest) GetMessage() string {
 	return ""
 }
 
-func (x *CompleteRunRequest) GetFence() *v12.Fence {
+func (x *CompleteRunRequest) GetFence() *v13.Fence {
 	if x != nil {
 		return x.Fence
 	}
@@ -2761,7 +2772,7 @@ var File_rollout_run_v1_run_proto protoreflect.FileDescriptor
 
 const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\n" +
-	"\x18rollout/run/v1/run.proto\x12\x0erollout.run.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1crollout/fence/v1/fence.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x1arollout/wait/v1/wait.proto\"\xd4\x04\n" +
+	"\x18rollout/run/v1/run.proto\x12\x0erollout.run.v1\x1a\x1bbuf/validate/validate.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"rollout/config/v1/run_config.proto\x1a\x1crollout/fence/v1/fence.proto\x1a\x1arollout/plan/v1/plan.proto\x1a\x1arollout/wait/v1/wait.proto\"\xd4\x04\n" +
 	"\x03Run\x12\x15\n" +
 	"\x06run_id\x18\x01 \x01(\tR\x05runId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12)\n" +
@@ -2837,7 +2848,7 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"waitingFor\x12.\n" +
 	"\x06cursor\x18\x06 \x01(\v2\x16.rollout.run.v1.CursorR\x06cursor\x12?\n" +
 	"\rwaiting_since\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\fwaitingSince\x12+\n" +
-	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xb5\a\n" +
+	"\x05waits\x18\b \x03(\v2\x15.rollout.wait.v1.WaitR\x05waits\"\xce\b\n" +
 	"\n" +
 	"WorkerSpec\x12$\n" +
 	"\tworker_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bworkerId\x12\x1b\n" +
@@ -2870,7 +2881,11 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"peer_token\x18\x19 \x01(\tR\tpeerToken\x12\x1d\n" +
 	"\n" +
 	"token_file\x18\x1a \x01(\tR\ttokenFile\x12!\n" +
-	"\fservices_key\x18\x1b \x01(\tR\vservicesKey\"w\n" +
+	"\fservices_key\x18\x1b \x01(\tR\vservicesKey\x12>\n" +
+	"\x06suites\x18\x1c \x03(\v2&.rollout.run.v1.WorkerSpec.SuitesEntryR\x06suites\x1aW\n" +
+	"\vSuitesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x122\n" +
+	"\x05value\x18\x02 \x01(\v2\x1c.rollout.config.v1.RunConfigR\x05value:\x028\x01\"w\n" +
 	"\tWorkerTls\x12 \n" +
 	"\aca_file\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x06caFile\x12$\n" +
 	"\tcert_file\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\bcertFile\x12\"\n" +
@@ -3006,7 +3021,7 @@ func file_rollout_run_v1_run_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_run_v1_run_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
+var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
 var file_rollout_run_v1_run_proto_goTypes = []any{
 	(RunState)(0),                 // 0: rollout.run.v1.RunState
 	(*Run)(nil),                   // 1: rollout.run.v1.Run
@@ -3046,71 +3061,75 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	(*GetCursorRequest)(nil),      // 35: rollout.run.v1.GetCursorRequest
 	(*GetCursorResponse)(nil),     // 36: rollout.run.v1.GetCursorResponse
 	nil,                           // 37: rollout.run.v1.Queues.FailuresEntry
-	(*v1.Plan)(nil),               // 38: rollout.plan.v1.Plan
-	(*timestamppb.Timestamp)(nil), // 39: google.protobuf.Timestamp
-	(*v11.Wait)(nil),              // 40: rollout.wait.v1.Wait
-	(*v12.Fence)(nil),             // 41: rollout.fence.v1.Fence
+	nil,                           // 38: rollout.run.v1.WorkerSpec.SuitesEntry
+	(*v1.Plan)(nil),               // 39: rollout.plan.v1.Plan
+	(*timestamppb.Timestamp)(nil), // 40: google.protobuf.Timestamp
+	(*v11.Wait)(nil),              // 41: rollout.wait.v1.Wait
+	(*v13.Fence)(nil),             // 42: rollout.fence.v1.Fence
+	(*v12.RunConfig)(nil),         // 43: rollout.config.v1.RunConfig
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
-	38, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
+	39, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
 	0,  // 1: rollout.run.v1.Run.state:type_name -> rollout.run.v1.RunState
-	39, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
-	39, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
-	40, // 4: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
+	40, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
+	40, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
+	41, // 4: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
 	37, // 5: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
 	1,  // 6: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
 	5,  // 7: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
 	4,  // 8: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
 	3,  // 9: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	39, // 10: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	40, // 11: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
-	38, // 12: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	40, // 10: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	41, // 11: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
+	39, // 12: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
 	9,  // 13: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
 	8,  // 14: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
-	1,  // 15: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 16: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 17: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
-	1,  // 18: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
-	1,  // 19: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 20: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 21: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 22: rollout.run.v1.DeleteRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 23: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 24: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	41, // 25: rollout.run.v1.CompleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	28, // 26: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
-	3,  // 27: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	10, // 28: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	12, // 29: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	14, // 30: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	16, // 31: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	18, // 32: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	20, // 33: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	22, // 34: rollout.run.v1.SchedulerService.DeleteRun:input_type -> rollout.run.v1.DeleteRunRequest
-	24, // 35: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	26, // 36: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	29, // 37: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
-	31, // 38: rollout.run.v1.SchedulerInternalService.GetProject:input_type -> rollout.run.v1.GetProjectRequest
-	33, // 39: rollout.run.v1.SchedulerInternalService.GetStanding:input_type -> rollout.run.v1.GetStandingRequest
-	35, // 40: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 41: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 42: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 43: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 44: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 45: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 46: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 47: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
-	25, // 48: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	27, // 49: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	30, // 50: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
-	32, // 51: rollout.run.v1.SchedulerInternalService.GetProject:output_type -> rollout.run.v1.GetProjectResponse
-	34, // 52: rollout.run.v1.SchedulerInternalService.GetStanding:output_type -> rollout.run.v1.GetStandingResponse
-	36, // 53: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	41, // [41:54] is the sub-list for method output_type
-	28, // [28:41] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	38, // 15: rollout.run.v1.WorkerSpec.suites:type_name -> rollout.run.v1.WorkerSpec.SuitesEntry
+	1,  // 16: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 17: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 18: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
+	1,  // 19: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
+	1,  // 20: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 21: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 22: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 23: rollout.run.v1.DeleteRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 24: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 25: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
+	42, // 26: rollout.run.v1.CompleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	28, // 27: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
+	3,  // 28: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	43, // 29: rollout.run.v1.WorkerSpec.SuitesEntry.value:type_name -> rollout.config.v1.RunConfig
+	10, // 30: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	12, // 31: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	14, // 32: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	16, // 33: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	18, // 34: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	20, // 35: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	22, // 36: rollout.run.v1.SchedulerService.DeleteRun:input_type -> rollout.run.v1.DeleteRunRequest
+	24, // 37: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	26, // 38: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	29, // 39: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
+	31, // 40: rollout.run.v1.SchedulerInternalService.GetProject:input_type -> rollout.run.v1.GetProjectRequest
+	33, // 41: rollout.run.v1.SchedulerInternalService.GetStanding:input_type -> rollout.run.v1.GetStandingRequest
+	35, // 42: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	11, // 43: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	13, // 44: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	15, // 45: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	17, // 46: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	19, // 47: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	21, // 48: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	23, // 49: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
+	25, // 50: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	27, // 51: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	30, // 52: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
+	32, // 53: rollout.run.v1.SchedulerInternalService.GetProject:output_type -> rollout.run.v1.GetProjectResponse
+	34, // 54: rollout.run.v1.SchedulerInternalService.GetStanding:output_type -> rollout.run.v1.GetStandingResponse
+	36, // 55: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	43, // [43:56] is the sub-list for method output_type
+	30, // [30:43] is the sub-list for method input_type
+	30, // [30:30] is the sub-list for extension type_name
+	30, // [30:30] is the sub-list for extension extendee
+	0,  // [0:30] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }
@@ -3125,7 +3144,7 @@ func file_rollout_run_v1_run_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_run_v1_run_proto_rawDesc), len(file_rollout_run_v1_run_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   37,
+			NumMessages:   38,
 			NumExtensions: 0,
 			NumServices:   2,
 		},
