@@ -3,6 +3,7 @@ check-servers`)."""
 
 import shutil
 import signal
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,7 @@ from mesh import Mesh, assert_consumed_once, mesh
 from planted import Stalled
 from production import Production
 from scenario import six_steps
-from servers import Servers
+from servers import Servers, postgres_binaries
 from sim import Job, audited, finish, sim_mesh, stop, submit
 from test_snapshots import rollout
 from test_takeover import CONFIG, STEPS, events, pids
@@ -70,8 +71,8 @@ def test_a_torch_run_continues_under_the_next_leader(config: Path, tmp_path: Pat
 
 
 @pytest.mark.timeout(600)
-def test_explain_names_a_stopped_database(tmp_path: Path) -> None:
-    """PostgreSQL is killed under a run without a model, and started again."""
+def test_explain_names_a_stopped_or_read_only_database(tmp_path: Path) -> None:
+    """PostgreSQL is killed under a run without a model, and started again. Then it refuses to write."""
     job = Job(tmp_path / "job", steps=100_000, workers=1, snapshot=1000)
     with Production(tmp_path / "servers", sim_mesh(tmp_path / "servers" / "mesh", "replicas", seconds=0.05)) as production:
         running = production.running
@@ -84,6 +85,24 @@ def test_explain_names_a_stopped_database(tmp_path: Path) -> None:
         database.launch()
         database.wait()
         stalled.continues()
+        writes(production, allowed=False)
+        root = stalled.root(lambda wait: "default_transaction_read_only" in wait.get("fix", ""), "the read-only database", 60)
+        assert root["owner"] == "database" and "refuses to write" in root["evidence"], root
+        writes(production, allowed=True)
+        stalled.continues()
+
+
+def writes(production: Production, *, allowed: bool) -> None:
+    """Let new transactions of PostgreSQL write, or refuse it, and end the connections of others."""
+    binary, port = str(postgres_binaries() / "psql"), str(production.servers.direct["postgres"])
+    statements = [
+        "SET default_transaction_read_only = off",
+        f"ALTER ROLE rollout SET default_transaction_read_only = {'off' if allowed else 'on'}",
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'rollout'",
+    ]
+    commands = [part for statement in statements for part in ("-c", statement)]
+    command = [binary, "-X", "-h", production.servers.host, "-p", port, "-U", "rollout", "postgres", *commands]
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
 
 
 def test_a_lost_host_without_a_database_is_restored_from_the_bucket(tmp_path: Path) -> None:

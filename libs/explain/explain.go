@@ -108,8 +108,8 @@ func (e *explainer) noScheduler() {
 	scheduler, why := missed["scheduler"], "no answer"
 	switch {
 	case missed[Database] != nil: // a service without its database also fails its health check
-		e.because(Database, wait.NoAnswer, nil, "the database, without which the scheduler can't answer, does not answer: "+missed[Database].GetError(),
-			"check that PostgreSQL runs and can be reached (`rollout doctor`); runs continue by themselves")
+		e.because(Database, wait.NoAnswer, nil, "the scheduler can't answer without its database: "+missed[Database].GetError(),
+			orElse(missed[Database].GetFix(), "check that PostgreSQL runs and can be reached (`rollout doctor`); runs continue by themselves"))
 		return
 	case missed[Registry] != nil:
 		e.because(Registry, wait.NoAnswer, nil, "the scheduler, which knows the run, can't be looked up: "+missed[Registry].GetError(),

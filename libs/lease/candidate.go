@@ -18,6 +18,7 @@ type Candidate struct {
 
 	mu   sync.Mutex
 	seen Lease // last read
+	fail error // why the lease can't be read or held now; nil if it can
 }
 
 // Term is one time of leading.
@@ -59,6 +60,20 @@ func (c *Candidate) see(l Lease) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.seen = l
+}
+
+// Failure is why the lease can't be read, taken, or renewed; nil if it can.
+func (c *Candidate) Failure() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.fail
+}
+
+// failed remembers why the lease can't be read, taken, or renewed; nil: it can.
+func (c *Candidate) failed(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.fail = err
 }
 
 // Run waits for the lease and calls lead with each term, until ctx ends or lead fails. The context
@@ -107,11 +122,21 @@ func (c *Candidate) wait(ctx context.Context) (mine Lease, began time.Time, err 
 				began = time.Now()
 				if mine, err = c.Table.Take(ctx, row, c.Holder, c.Address); err == nil {
 					c.see(mine)
+					c.failed(nil)
 					return mine, began, nil
+				}
+				if !errors.Is(err, errTaken) {
+					c.see(Lease{Epoch: row.Epoch}) // no process holds it
 				}
 			}
 		}
-		if err != nil && !errors.Is(err, errTaken) && ctx.Err() == nil && !failing {
+		if errors.Is(err, errTaken) {
+			err = nil
+		}
+		if ctx.Err() == nil {
+			c.failed(err)
+		}
+		if err != nil && ctx.Err() == nil && !failing {
 			failing = true
 			c.Log.WarnContext(ctx, "the lease can't be read or taken; trying on", "error", err)
 		}
@@ -184,6 +209,7 @@ func (c *Candidate) renew(ctx context.Context, mine Lease, term *Term) error {
 		case errors.Is(err, errTaken):
 			return ErrNotLeader.Wrap(err)
 		case !term.Valid():
+			c.failed(err)
 			return errors.Join(ErrNotLeader.WithMessage("the lease was not renewed in time"), err)
 		}
 	}

@@ -45,7 +45,7 @@ type Options struct {
 // NewElected makes an Elected.
 func NewElected(o Options) *Elected {
 	e := &Elected{candidate: o.Candidate, make: o.Make, began: o.Began, shape: newRecord()}
-	e.router = &router{forward: o.Forward, leader: o.Candidate.Leader}
+	e.router = &router{forward: o.Forward, address: o.Candidate.Address, leader: o.Candidate.Leader, failure: o.Candidate.Failure}
 	o.Shape(e.shape)
 	return e
 }

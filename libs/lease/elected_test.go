@@ -3,6 +3,7 @@ package lease_test
 import (
 	"context"
 	"net"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -154,6 +155,30 @@ func TestElected(t *testing.T) {
 		}
 		if resp, err := b.client.Check(ctx, &healthpb.HealthCheckRequest{}); err != nil || resp.GetStatus() != 3 {
 			t.Errorf("after the change: %v %v", resp, err)
+		}
+	})
+}
+
+// Without a database no replica leads. Callers must read that, and not that another replica leads.
+func TestACallWithoutALeaderNamesTheError(t *testing.T) {
+	t.Parallel()
+	sqldbtest.Run(t, func(t *testing.T, place func(*testing.T) sqldb.Place) {
+		p := place(t)
+		var a *member
+		a = join(t, p, "a", func() *grpc.ClientConn { return a.conn })
+		<-a.began
+		if _, err := open(t, p).Exec(t.Context(), `ALTER TABLE lease RENAME TO lost`); err != nil {
+			t.Fatal(err)
+		}
+		for deadline := time.Now().Add(time.Minute); ; {
+			_, err := a.client.Check(t.Context(), &healthpb.HealthCheckRequest{})
+			if err != nil && rpcerr.Reason(err) == "NOT_LEADER" && strings.Contains(rpcerr.Text(err), "lease") {
+				break
+			}
+			if time.Now().After(deadline) {
+				t.Fatalf("got %v", err)
+			}
+			<-time.After(10 * time.Millisecond)
 		}
 	})
 }

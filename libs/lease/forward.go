@@ -9,6 +9,8 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
 // pass forwards a call to the leader. It returns refused if no leader can be called.
@@ -79,7 +81,7 @@ func follow(ss grpc.ServerStream, up grpc.ClientStream, in protoreflect.MessageT
 
 // toLeader is a connection to the leader and the type of a method's answer.
 func (g *router) toLeader(ctx context.Context, service, method string, refused error) (grpc.ClientConnInterface, protoreflect.MessageType, error) {
-	if g.forward == nil || forwarded(ctx) {
+	if e, _ := rpcerr.From(refused); g.forward == nil || forwarded(ctx) || e != nil && e.Metadata()[Cause] != "" {
 		return nil, nil, refused
 	}
 	out, err := messageOf(service, method, true)

@@ -31,10 +31,14 @@ import (
 // TTL is how long a lease is valid without a renewal.
 const TTL = 2 * time.Second
 
+// Cause is the key in the metadata of ErrNotLeader of the reason why no replica can lead, such as
+// "DATABASE_UNAVAILABLE".
+const Cause = "cause"
+
 // Errors of this package, compared with errors.Is.
 var (
 	// ErrNotLeader is returned by a replica that is not the leader. Its metadata has the leader's
-	// address if it is known.
+	// address if it is known, and Cause where the lease can't be read or renewed.
 	ErrNotLeader = rpcerr.New(codes.Unavailable, "NOT_LEADER", "another replica leads this service").RetryAfter(200 * time.Millisecond)
 	// ErrFenced refuses a write of a leader whose term is over. It must not be repeated.
 	ErrFenced = rpcerr.New(codes.Aborted, "FENCED", "another replica has taken the lease: this process no longer leads and its write was refused")

@@ -7,6 +7,8 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/metadata"
+
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
 // forwardedKey marks a call that a replica passed on, so that two replicas that disagree don't pass
@@ -18,7 +20,9 @@ const forwardedKey = "rollout-forwarded"
 // leads.
 type router struct {
 	forward func() (grpc.ClientConnInterface, error) // to the leader; nil: calls are refused
+	address string                                   // of this process
 	leader  func() Lease
+	failure func() error // why this process can't lead; nil if it can
 
 	mu   sync.Mutex
 	open *activeTerm // nil: this process does not lead
@@ -37,14 +41,21 @@ func (g *router) set(o *activeTerm) {
 	g.open = o
 }
 
-// enter returns the current term, or ErrNotLeader.
+// enter returns the current term, or ErrNotLeader with why this process does not lead.
 func (g *router) enter() (*activeTerm, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.open == nil || !g.open.term.Valid() || g.open.ctx.Err() != nil {
 		e := ErrNotLeader
-		if l := g.leader(); l.Address != "" {
+		l := g.leader()
+		if l.Address != "" {
 			e = e.With("leader", l.Address)
+		}
+		if err := g.failure(); err != nil && (l.Address == "" || l.Address == g.address) {
+			e = e.WithMessage("no replica leads this service: %s", rpcerr.Text(err)).With(Cause, rpcerr.Reason(err))
+			if fix := rpcerr.Fix(err); fix != "" {
+				e = e.Fix(fix)
+			}
 		}
 		return nil, e
 	}

@@ -1,16 +1,19 @@
 package sqldb
 
 import (
+	"cmp"
 	"context"
 	"database/sql"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/stdlib"
 )
 
@@ -19,13 +22,9 @@ const (
 	slowCall = 2 * time.Second
 	// askTimeout is how long the server has to list the locks that calls wait for.
 	askTimeout = 2 * time.Second
-	// answerWithin is how long before its deadline a call that waits for a lock is cancelled, so that
-	// its error, which names the lock, reaches the caller.
-	answerWithin = time.Second
 )
 
-// Blocked is a connection of a service that waits for a lock in PostgreSQL, and the session that
-// holds it.
+// Blocked is a service that waits for a lock in PostgreSQL, and the session that holds it.
 type Blocked struct {
 	Service string        // whose connection waits: "buffer"
 	For     time.Duration // how long its statement has run
@@ -54,6 +53,7 @@ const blockedStatement = `
 WITH RECURSIVE waiting(first, pid, depth) AS (
 	SELECT w.pid, blocker, 1 FROM pg_stat_activity w CROSS JOIN LATERAL unnest(pg_blocking_pids(w.pid)) AS blocker
 	WHERE w.datname = current_database() AND w.wait_event_type = 'Lock' AND starts_with(w.application_name, 'rollout ')
+		AND starts_with(split_part(w.application_name, ' ', 3), $1)
 	UNION
 	SELECT waiting.first, blocker, depth + 1 FROM waiting CROSS JOIN LATERAL unnest(pg_blocking_pids(waiting.pid)) AS blocker WHERE depth < 8
 )
@@ -69,22 +69,50 @@ FROM waiting JOIN pg_stat_activity w ON w.pid = waiting.first JOIN pg_stat_activ
 WHERE cardinality(pg_blocking_pids(b.pid)) = 0
 ORDER BY w.pid, b.xact_start`
 
-// Blocked lists the connections of every service that wait for a lock, by their backends. It asks
-// on a separate connection. Of SQLite the list is empty.
+// Blocked lists the services of this deployment that wait for a lock, the longest wait first, once
+// for each session that holds one. Of SQLite the list is empty.
 func (db *DB) Blocked(ctx context.Context) ([]Blocked, error) {
 	if !db.Postgres() {
 		return nil, nil
 	}
 	found, err := db.postgres.blocked(ctx)
-	var list []Blocked
-	for _, b := range found {
-		list = append(list, b)
+	type wait struct {
+		service string
+		holder  int
 	}
-	return list, err
+	longest := map[wait]Blocked{}
+	for _, b := range found {
+		if w := (wait{b.Service, b.PID}); b.For > longest[w].For {
+			longest[w] = b
+		}
+	}
+	return slices.SortedFunc(maps.Values(longest), func(a, b Blocked) int { return cmp.Compare(b.For, a.For) }), err
 }
 
-// blocked lists the calls that wait for locks, by the pid of the backend that waits.
+// locks are what the server answered last, which the calls of a service share.
+type locks struct {
+	mu    sync.Mutex
+	asked time.Time
+	found map[uint32]Blocked
+	err   error
+}
+
+// blocked lists the calls that wait for locks, by the pid of the backend that waits. It asks on a
+// separate connection, one at a time.
 func (s *server) blocked(ctx context.Context) (map[uint32]Blocked, error) {
+	s.locks.mu.Lock()
+	defer s.locks.mu.Unlock()
+	if time.Since(s.locks.asked) > s.slow()/2 {
+		s.locks.found, s.locks.err = s.ask(ctx)
+		s.locks.asked = time.Now()
+		if ctx.Err() != nil { // of this call, not of the server
+			s.locks.asked = time.Time{}
+		}
+	}
+	return s.locks.found, s.locks.err
+}
+
+func (s *server) ask(ctx context.Context) (map[uint32]Blocked, error) {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	conn, err := pgx.ConnectConfig(ctx, &s.login)
@@ -92,7 +120,7 @@ func (s *server) blocked(ctx context.Context) (map[uint32]Blocked, error) {
 		return nil, domain(err)
 	}
 	defer conn.Close(context.WithoutCancel(ctx))
-	rows, err := conn.Query(ctx, blockedStatement)
+	rows, err := conn.Query(ctx, blockedStatement, s.prefix)
 	if err != nil {
 		return nil, domain(err)
 	}
@@ -102,7 +130,7 @@ func (s *server) blocked(ctx context.Context) (map[uint32]Blocked, error) {
 	var seconds, age float64
 	_, err = pgx.ForEachRow(rows, []any{&waits, &service, &seconds, &table, &by, &application, &user, &host, &state, &age, &query}, func() error {
 		out[waits] = Blocked{
-			Service: strings.TrimPrefix(service, "rollout "), For: time.Duration(seconds * float64(time.Second)), Table: table, PID: int(by),
+			Service: strings.Fields(service)[1], For: time.Duration(seconds * float64(time.Second)), Table: table, PID: int(by),
 			Session: session(application, user, host, state, age, query),
 		}
 		return nil
@@ -131,36 +159,24 @@ func session(application, user, host, state string, age float64, query string) s
 	return strings.Join(parts, ", ")
 }
 
-// held is what is known of the lock that a call waits for.
-type held struct {
-	mu   sync.Mutex
-	lock *Blocked
+// watched is a call whose lock is looked up if it takes long.
+type watched struct {
+	stop func()
+	lock *atomic.Pointer[Blocked] // nil in it: it waits for none, or that is not known
 }
 
-// watch finds out which lock a call waits for that takes long, until end is called. end adds it to
-// the error of the call.
-func (s *server) watch(ctx context.Context, conn *sql.Conn) (end func(error) error) {
-	var backend *pgconn.PgConn
-	if err := conn.Raw(func(c any) error {
-		backend = c.(*stdlib.Conn).Conn().PgConn()
+// watch finds out which lock a call waits for that takes long, until it is stopped.
+func (s *server) watch(ctx context.Context, conn *sql.Conn) watched {
+	w := watched{lock: &atomic.Pointer[Blocked]{}}
+	watching, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	w.stop = cancel
+	_ = conn.Raw(func(c any) error {
+		backend := c.(*stdlib.Conn).Conn().PgConn().PID()
+		timer := time.AfterFunc(s.slow(), func() { s.follow(watching, backend, w.lock) })
+		w.stop = func() { timer.Stop(); cancel() }
 		return nil
-	}); err != nil {
-		return func(err error) error { return err }
-	}
-	h := &held{}
-	watching, stop := context.WithCancel(context.WithoutCancel(ctx))
-	done := make(chan struct{})
-	timer := time.AfterFunc(s.slow(), func() {
-		defer close(done)
-		s.follow(watching, ctx, backend, h)
 	})
-	return func(err error) error {
-		stop()
-		if !timer.Stop() {
-			<-done
-		}
-		return h.explain(err)
-	}
+	return w
 }
 
 // slow is slowCall, or less of a server whose statements end before.
@@ -171,52 +187,32 @@ func (s *server) slow() time.Duration {
 	return slowCall
 }
 
-// follow asks again and again which lock a backend waits for, and cancels its statement before the
-// deadline of the call.
-func (s *server) follow(ctx, call context.Context, backend *pgconn.PgConn, h *held) {
-	for ctx.Err() == nil {
-		if found, err := s.blocked(ctx); err == nil {
-			h.mu.Lock()
-			h.lock = nil
-			if lock, waits := found[backend.PID()]; waits {
-				h.lock = &lock
-			}
-			h.mu.Unlock()
+// follow asks again and again which lock a backend waits for, until ctx ends.
+func (s *server) follow(ctx context.Context, backend uint32, lock *atomic.Pointer[Blocked]) {
+	tick := time.NewTicker(s.slow())
+	defer tick.Stop()
+	for {
+		found, err := s.blocked(ctx)
+		if ctx.Err() != nil {
+			return
 		}
-		pause := s.slow()
-		deadline, has := call.Deadline()
-		if has {
-			pause = min(pause, max(0, time.Until(deadline)-answerWithin))
+		lock.Store(nil)
+		if b, waits := found[backend]; waits && err == nil {
+			lock.Store(&b)
 		}
-		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
-			timer.Stop()
 			return
-		case <-timer.C:
-		}
-		if has && h.known() && time.Until(deadline) <= answerWithin {
-			_ = backend.CancelRequest(ctx)
-			return
-		}
-		if has && time.Until(deadline) <= answerWithin {
-			return
+		case <-tick.C:
 		}
 	}
-}
-
-func (h *held) known() bool {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.lock != nil
 }
 
 // explain adds the lock to the error of a call that gave up waiting for it.
-func (h *held) explain(err error) error {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.lock == nil || err == nil || state(err) != queryCanceled && !errors.Is(err, context.DeadlineExceeded) {
+func (w watched) explain(err error) error {
+	b := w.lock.Load()
+	if b == nil || err == nil || state(err) != queryCanceled && !errors.Is(err, context.DeadlineExceeded) {
 		return err
 	}
-	return ErrTimeout.WithMessage("the database gave up on a statement that waited for %s", h.lock.Sentence()).Fix(h.lock.Fix()).Wrap(err)
+	return ErrTimeout.WithMessage("the database gave up on a statement that waited for %s", b.Sentence()).Fix(b.Fix()).Wrap(err)
 }

@@ -51,8 +51,18 @@ const (
 	readOnly              = "25006" // the server is a standby
 	queryCanceled         = "57014"
 	diskFull              = "53100"
+	tooManyConnections    = "53300"
 	insufficientPrivilege = "42501"
 )
+
+// serverMessage is the sentence of a PostgreSQL error, "" of another.
+func serverMessage(err error) string {
+	var pg *pgconn.PgError
+	if errors.As(err, &pg) {
+		return pg.Message
+	}
+	return ""
+}
 
 // state is the SQLSTATE of a PostgreSQL error, "" of another.
 func state(err error) string {
@@ -96,7 +106,7 @@ func transient(err error) bool {
 	var network net.Error
 	var connect *pgconn.ConnectError
 	switch code := state(err); {
-	case strings.HasPrefix(code, "08"), code == "57P01", code == "57P02", code == "57P03", code == "53300", code == idleTimeout, code == readOnly:
+	case strings.HasPrefix(code, "08"), code == "57P01", code == "57P02", code == "57P03", code == tooManyConnections, code == idleTimeout, code == readOnly:
 		return true
 	case code != "":
 		return false
@@ -127,6 +137,12 @@ func domain(err error) error {
 		return ErrFull.Wrap(err)
 	case code == serializationFailure, code == deadlockDetected:
 		return ErrConflict.Wrap(err)
+	case code == readOnly:
+		return ErrUnavailable.WithMessage("the database refuses to write: it is a standby, or default_transaction_read_only is on").
+			Fix("let the URL name the primary, promote the standby, or set default_transaction_read_only off for the database and the user; runs continue by themselves").Wrap(err)
+	case code == tooManyConnections:
+		return ErrUnavailable.WithMessage("the database has no connection left: %s", serverMessage(err)).
+			Fix("list who holds them with `SELECT usename, application_name, count(*) FROM pg_stat_activity GROUP BY 1, 2`; end what is not needed, or raise max_connections or the CONNECTION LIMIT of the user; runs continue by themselves").Wrap(err)
 	case transient(err):
 		return ErrUnavailable.Wrap(err)
 	}

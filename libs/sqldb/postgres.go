@@ -40,7 +40,9 @@ type Postgres struct {
 type server struct {
 	login  pgx.ConnConfig // as the URL's user
 	schema string
+	prefix string // of the schemas of all services
 	marks  marks
+	locks  locks
 
 	statement time.Duration // after which the server cancels a statement
 }
@@ -57,8 +59,8 @@ func (p Postgres) Open(ctx context.Context, service string, d Durability) (*DB, 
 		return nil, ErrURL // not err, which may repeat the URL
 	}
 	login.ConnectTimeout = connectTimeout
-	login.RuntimeParams["application_name"] = "rollout " + service
-	s := &server{login: *login.Copy(), schema: p.Schema(service), statement: p.StatementTimeout}
+	login.RuntimeParams["application_name"] = "rollout " + service + " " + p.Schema(service)
+	s := &server{login: *login.Copy(), schema: p.Schema(service), prefix: p.Prefix + "_", statement: p.StatementTimeout}
 	if err := s.prepare(ctx); err != nil {
 		return nil, fmt.Errorf("open the database of %s: %w", service, err)
 	}

@@ -115,6 +115,11 @@ func TestPostgresErrors(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
+	full := as(t, place, "full_"+place.Prefix)
+	admin(t, "CREATE ROLE full_"+place.Prefix+" LOGIN CONNECTION LIMIT 0")
+	if _, err := full.Open(t.Context(), "x", sqldb.Full); !errors.Is(err, sqldb.ErrUnavailable) || !strings.Contains(rpcerr.Fix(err), "pg_stat_activity") {
+		t.Errorf("without a connection left: %v", err)
+	}
 	slow := place
 	slow.StatementTimeout = 50e6
 	if _, err := sqldbtest.Open(t, slow, "x").Exec(t.Context(), "SELECT pg_sleep(60)"); !errors.Is(err, sqldb.ErrTimeout) {

@@ -176,9 +176,10 @@ func (db *DB) connected(ctx context.Context, fn func(conn *sql.Conn) (again bool
 		return transient(err), fmt.Errorf("connect to the database: %w", err)
 	}
 	defer conn.Close()
-	end := db.postgres.watch(ctx, conn)
+	w := db.postgres.watch(ctx, conn)
+	defer w.stop() // also if fn panics
 	again, err := fn(conn)
-	err = end(err)
+	err = w.explain(err)
 	if state(err) == readOnly { // the next connection may find the primary
 		_ = conn.Raw(func(any) error { return driver.ErrBadConn })
 	}

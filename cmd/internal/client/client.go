@@ -160,6 +160,29 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 	return c.stubs(), nil
 }
 
+// Addresses lists the processes of the control plane that are registered for any service; none if
+// the registry does not answer.
+func (c *Client) Addresses(ctx context.Context) []string {
+	var all []string
+	for _, target := range Targets {
+		found, _ := instances(ctx, c.options, c.token, target.Name)
+		for _, i := range found {
+			all = append(all, i.address)
+		}
+	}
+	slices.Sort(all)
+	return slices.Compact(all)
+}
+
+// At connects to one process of the control plane.
+func (c *Client) At(address string) (*Client, error) {
+	conn, err := c.dial(address)
+	if err != nil {
+		return nil, err
+	}
+	return Of(conn, address), nil
+}
+
 func (c *Client) dial(address string) (*grpc.ClientConn, error) {
 	transport := insecure.NewCredentials()
 	if c.options.TLS != nil {

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -69,7 +70,7 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 	}
 	address, err := lookup(ctx, r.c.options, r.c.token, r.service)
 	if err != nil {
-		reason := "SERVICE_NOT_FOUND"
+		reason := ReasonNotFound
 		if errors.Is(err, errRegistry) {
 			reason = ReasonRegistry
 		}
@@ -86,22 +87,43 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 	return conn, nil
 }
 
+// ReasonNotFound is the reason of a call to a service of which no instance is registered and healthy.
+const ReasonNotFound = "SERVICE_NOT_FOUND"
+
 // ReasonRegistry is the reason of a call to a service that could not be looked up, because the
 // Consul agent does not answer.
 const ReasonRegistry = "REGISTRY_UNREACHABLE"
 
 var errRegistry = errors.New("the agent does not answer")
 
-// lookup asks a Consul agent, or the embedded registry, for a passing instance. Of several it
-// returns the one with the highest epoch, which is the leader: a killed one passes until its TTL
-// ends. With the mesh token it ignores registrations that no service of the control plane made; an
-// API key is too little to tell them apart.
-// API: https://developer.hashicorp.com/consul/api-docs/health#list-service-instances-for-service
+// lookup returns the address of a passing instance of a service. Of several it is the one with the
+// highest epoch, which is the leader: a killed one passes until its TTL ends.
 func lookup(ctx context.Context, o Options, token, service string) (string, error) {
+	found, err := instances(ctx, o, token, service)
+	if err != nil {
+		return "", err
+	}
+	if len(found) == 0 {
+		return "", errors.New("no instance is passing its health check")
+	}
+	return slices.MaxFunc(found, func(a, b instance) int { return cmp.Compare(a.epoch, b.epoch) }).address, nil
+}
+
+// instance is a process in which a service is registered.
+type instance struct {
+	address string
+	epoch   uint64 // of a leader; else 0
+}
+
+// instances asks a Consul agent, or the embedded registry, for the passing instances of a service.
+// With the mesh token it ignores registrations that no service of the control plane made; an API
+// key is too little to tell them apart.
+// API: https://developer.hashicorp.com/consul/api-docs/health#list-service-instances-for-service
+func instances(ctx context.Context, o Options, token, service string) ([]instance, error) {
 	ctx, cancel := context.WithTimeout(ctx, reachable)
 	defer cancel()
-	scheme, agent, found := strings.Cut(o.Consul, "://")
-	if !found {
+	scheme, agent, cut := strings.Cut(o.Consul, "://")
+	if !cut {
 		scheme, agent = "http", o.Consul
 	}
 	place := url.URL{Scheme: scheme, Host: agent, Path: "/v1/health/service/" + service, RawQuery: "passing=1"}
@@ -111,14 +133,14 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 		response, err = ask(ctx, place.String(), token, o)
 	}
 	if err != nil {
-		return "", fmt.Errorf("%w: %w", errRegistry, err)
+		return nil, fmt.Errorf("%w: %w", errRegistry, err)
 	}
 	defer response.Body.Close()
 	if response.StatusCode == http.StatusForbidden {
-		return "", fmt.Errorf("it returned %s; set CONSUL_HTTP_TOKEN to a token with service:read and node:read", response.Status)
+		return nil, fmt.Errorf("it returned %s; set CONSUL_HTTP_TOKEN to a token with service:read and node:read", response.Status)
 	}
 	if response.StatusCode != http.StatusOK {
-		return "", fmt.Errorf("it returned %s", response.Status)
+		return nil, fmt.Errorf("it returned %s", response.Status)
 	}
 	var entries []struct {
 		Node    struct{ Address string }
@@ -130,23 +152,18 @@ func lookup(ctx context.Context, o Options, token, service string) (string, erro
 		}
 	}
 	if err := json.NewDecoder(response.Body).Decode(&entries); err != nil {
-		return "", fmt.Errorf("read its response: %w", err)
+		return nil, fmt.Errorf("read its response: %w", err)
 	}
-	newest, highest := "", uint64(0)
+	var found []instance
 	for _, e := range entries {
 		address := net.JoinHostPort(cmp.Or(e.Service.Address, e.Node.Address), strconv.Itoa(e.Service.Port))
 		if o.Key == "" && !discovery.NewSeal(token).Authentic(discovery.Instance{Name: service, ID: e.Service.ID, Address: address, Meta: e.Service.Meta}) {
 			continue
 		}
 		epoch, _ := strconv.ParseUint(e.Service.Meta[discovery.MetaEpoch], 10, 64) // 0 without one
-		if newest == "" || epoch > highest {
-			newest, highest = address, epoch
-		}
+		found = append(found, instance{address, epoch})
 	}
-	if newest == "" {
-		return "", errors.New("no instance is passing its health check")
-	}
-	return newest, nil
+	return found, nil
 }
 
 func ask(ctx context.Context, place, token string, o Options) (*http.Response, error) {

@@ -1,6 +1,7 @@
 package explain
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"os"
@@ -18,6 +19,7 @@ import (
 	"github.com/rollout-rl/rollout/cmd/internal/record"
 	"github.com/rollout-rl/rollout/libs/exit"
 	"github.com/rollout-rl/rollout/libs/explain"
+	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/wait"
 	bufferv1 "github.com/rollout-rl/rollout/proto/gen/rollout/buffer/v1"
@@ -64,6 +66,9 @@ func (c *collector) collect(ctx context.Context) (explain.State, error) {
 	} else {
 		s.Status, err = c.reader.Run(ctx, c.name)
 	}
+	if running && rpcerr.Reason(err) == client.ReasonNotFound {
+		err = cmp.Or(c.leaderless(ctx, services.Client), err)
+	}
 	if err := missed("scheduler", err); err != nil {
 		return s, err
 	}
@@ -96,13 +101,17 @@ func (c *collector) collect(ctx context.Context) (explain.State, error) {
 // unanswered names what did not answer: the service, the registry in which it is looked up, or its
 // database.
 func unanswered(service string, err error) *waitv1.Unanswered {
-	switch rpcerr.Reason(err) {
-	case client.ReasonRegistry:
+	reason := rpcerr.Reason(err)
+	if e, ok := rpcerr.From(err); ok && e.Metadata()[lease.Cause] != "" {
+		reason = e.Metadata()[lease.Cause]
+	}
+	switch {
+	case reason == client.ReasonRegistry:
 		service = explain.Registry
-	case "DATABASE_UNAVAILABLE":
+	case strings.HasPrefix(reason, "DATABASE_"):
 		service = explain.Database
 	}
-	return &waitv1.Unanswered{Name: service, Error: exit.From(err).Error()}
+	return &waitv1.Unanswered{Name: service, Error: exit.From(err).Error(), Fix: rpcerr.Fix(err)}
 }
 
 // appendNew adds what did not answer, once by its name.
@@ -140,6 +149,29 @@ func silent(err error) bool {
 		return true
 	}
 	return errors.Is(err, context.DeadlineExceeded)
+}
+
+// leaderless asks the processes of the control plane why none of them leads the scheduler; nil if
+// none says.
+func (c *collector) leaderless(ctx context.Context, from *client.Client) error {
+	addresses := from.Addresses(ctx)
+	for _, p := range daemon.OnHost() {
+		if p.Info.Consul == from.Registry() && !p.Stopped && !slices.Contains(addresses, p.Info.GRPC) {
+			addresses = append(addresses, p.Info.GRPC)
+		}
+	}
+	for _, address := range addresses {
+		at, err := from.At(address)
+		if err != nil {
+			continue
+		}
+		_, err = c.ask(ctx, at)
+		_ = at.Close()
+		if e, ok := rpcerr.From(err); ok && e.Metadata()[lease.Cause] != "" {
+			return err
+		}
+	}
+	return nil
 }
 
 func (c *collector) ask(ctx context.Context, from *client.Client) (*runv1.RunStatus, error) {

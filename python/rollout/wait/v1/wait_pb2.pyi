@@ -168,19 +168,23 @@ class Unanswered(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    FIX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name."""
     error: _builtins.str
     """The error, as text."""
+    fix: _builtins.str
+    """What a user can do, if the error says it."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         error: _builtins.str = ...,
+        fix: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fix", b"fix", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -290,7 +290,9 @@ type Unanswered struct {
 	// Name.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// The error, as text.
-	Error         string `protobuf:"bytes,2,opt,name=error,proto3" json:"error,omitempty"`
+	Error string `protobuf:"bytes,2,opt,name=error,proto3" json:"error,omitempty"`
+	// What a user can do, if the error says it.
+	Fix           string `protobuf:"bytes,3,opt,name=fix,proto3" json:"fix,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -339,6 +341,13 @@ func (x *Unanswered) GetError() string {
 	return ""
 }
 
+func (x *Unanswered) GetFix() string {
+	if x != nil {
+		return x.Fix
+	}
+	return ""
+}
+
 var File_rollout_wait_v1_wait_proto protoreflect.FileDescriptor
 
 const file_rollout_wait_v1_wait_proto_rawDesc = "" +
@@ -368,11 +377,12 @@ const file_rollout_wait_v1_wait_proto_rawDesc = "" +
 	"\n" +
 	"unanswered\x18\a \x03(\v2\x1b.rollout.wait.v1.UnansweredR\n" +
 	"unanswered\x12/\n" +
-	"\x06events\x18\b \x03(\v2\x17.rollout.event.v1.EventR\x06events\"6\n" +
+	"\x06events\x18\b \x03(\v2\x17.rollout.event.v1.EventR\x06events\"H\n" +
 	"\n" +
 	"Unanswered\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
-	"\x05error\x18\x02 \x01(\tR\x05errorB\xbe\x01\n" +
+	"\x05error\x18\x02 \x01(\tR\x05error\x12\x10\n" +
+	"\x03fix\x18\x03 \x01(\tR\x03fixB\xbe\x01\n" +
 	"\x13com.rollout.wait.v1B\tWaitProtoP\x01Z>github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1;waitv1\xa2\x02\x03RWX\xaa\x02\x0fRollout.Wait.V1\xca\x02\x0fRollout\\Wait\\V1\xe2\x02\x1bRollout\\Wait\\V1\\GPBMetadata\xea\x02\x11Rollout::Wait::V1b\x06proto3"
 
 var (
