@@ -72,7 +72,8 @@ def test_a_torch_run_continues_under_the_next_leader(config: Path, tmp_path: Pat
 
 @pytest.mark.timeout(600)
 def test_explain_names_a_stopped_or_read_only_database(tmp_path: Path) -> None:
-    """PostgreSQL is killed under a run without a model, and started again. Then it refuses to write."""
+    """PostgreSQL is killed under a run without a model, and started again. Then it refuses to
+    write."""
     job = Job(tmp_path / "job", steps=100_000, workers=1, snapshot=1000)
     with Production(tmp_path / "servers", sim_mesh(tmp_path / "servers" / "mesh", "replicas", seconds=0.05)) as production:
         running = production.running

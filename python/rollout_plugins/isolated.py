@@ -1,4 +1,5 @@
-"""Runs the test of a plugin without a network: ``python -m rollout_plugins.isolated SPEC [served]``.
+"""Runs the test of a plugin without a network:
+``python -m rollout_plugins.isolated SPEC [served]``.
 
 The kernel moves a process of an ordinary user to another network only while the process has one
 thread, and numpy starts threads when it is imported. So the network is cut off before the imports.

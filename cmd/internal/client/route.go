@@ -87,7 +87,8 @@ func (r route) find(ctx context.Context) (*grpc.ClientConn, error) {
 	return conn, nil
 }
 
-// ReasonNotFound is the reason of a call to a service of which no instance is registered and healthy.
+// ReasonNotFound is the reason of a call to a service of which no instance is registered and
+// healthy.
 const ReasonNotFound = "SERVICE_NOT_FOUND"
 
 // ReasonRegistry is the reason of a call to a service that could not be looked up, because the

@@ -197,7 +197,8 @@ func Exists(folder string) bool {
 	return err == nil && info.Mode().IsRegular()
 }
 
-// Begun reports whether a folder has a result, or what an evaluation that has not ended has written.
+// Begun reports whether a folder has a result, or what an evaluation that has not ended has
+// written.
 func Begun(folder string) bool {
 	for _, pattern := range []string{Scores("*"), Samples("*") + ".journal"} {
 		if found, _ := filepath.Glob(filepath.Join(folder, pattern)); len(found) > 0 {
@@ -229,8 +230,8 @@ func Read(folder string) (*Result, error) {
 	return &r, nil
 }
 
-// Keep adds the suites of an older result in folder that this one does not have. Both must be of the
-// same weights.
+// Keep adds the suites of an older result in folder that this one does not have. Both must be of
+// the same weights.
 func (r *Result) Keep(older *Result, folder string) error {
 	if err := older.Of(r.Digest, folder); err != nil {
 		return err

@@ -83,8 +83,8 @@ func Folder(flag string, config *configv1.RunConfig, base string) (string, error
 // Rows is a dataset as the worker reads it. Subset and Split are of a data set that has some.
 type Rows struct{ Path, Subset, Split string }
 
-// Rows returns the rows that `data.eval` of a configuration names, whose paths begin at base. Those of
-// the run are the ones of its plan, if they are of the hub or of a data source. r may be nil: no
+// Rows returns the rows that `data.eval` of a configuration names, whose paths begin at base. Those
+// of the run are the ones of its plan, if they are of the hub or of a data source. r may be nil: no
 // run.
 func (r *Recorded) Rows(config *configv1.RunConfig, base string) (rows Rows, err error) {
 	data := config.GetData()
@@ -107,8 +107,8 @@ func (r *Recorded) Rows(config *configv1.RunConfig, base string) (rows Rows, err
 	return rows, err
 }
 
-// evalData returns the input of the run's evaluations, if it is what name names and the planner made
-// it; else nil.
+// evalData returns the input of the run's evaluations, if it is what name names and the planner
+// made it; else nil.
 func (r *Recorded) evalData(name string) *planv1.Input {
 	if r == nil || name != r.Run.GetPlan().GetConfig().GetData().GetEval() {
 		return nil

@@ -42,8 +42,8 @@ class NoEvaluation(EdgeError):
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Rows (JSON Lines), and what answers are sampled with and scored by. params: an evaluation sets
-    the temperature. cluster: field of related rows; "": every row is alone."""
+    """Rows (JSON Lines), and what answers are sampled with and scored by. params: an evaluation
+    sets the temperature. cluster: field of related rows; "": every row is alone."""
 
     rows_file: str
     environment: Environment
@@ -64,8 +64,8 @@ class Evaluation:
         limits: Limits | None = None,
         chat: bool = False,
     ) -> None:
-        """suites: by name, with ``HELD_OUT``. limits, chat: of episodes; the reward of one is the sum
-        of its rewards."""
+        """suites: by name, with ``HELD_OUT``. limits, chat: of episodes; the reward of one is the
+        sum of its rewards."""
         self._engine, self._text, self._receipts, self._suites = engine, text, receipts, suites
         self._limits, self._chat = replace(limits or Limits(), credit="episode"), chat
         self._rows: dict[str, list[bytes]] = {}  # by file

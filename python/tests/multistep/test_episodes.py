@@ -431,7 +431,8 @@ async def test_a_trainer_continues_from_its_state_bit_for_bit(tmp_path: Path, le
 
 
 def reference_loss(trained: PolicyTrainer, batch: Sequence[TrainSample], level: str, ppo: PpoConfig) -> torch.Tensor:
-    """The clipped loss, the value loss, and the entropy bonus, action by action or chunk by chunk."""
+    """The clipped loss, the value loss, and the entropy bonus, action by action or chunk by
+    chunk."""
     chunks = chunks_of(batch, ppo, level)
     logprobs, entropies, values = trained.policy.model(**chunks.inputs)
     losses = []

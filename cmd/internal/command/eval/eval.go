@@ -219,8 +219,8 @@ func (e *evaluating) run(ctx context.Context) error {
 	return e.show(result)
 }
 
-// sample runs the job of a suite. It ends the worker before it samples if the older result, which is
-// kept, is of other weights.
+// sample runs the job of a suite. It ends the worker before it samples if the older result, which
+// is kept, is of other weights.
 func (e *evaluating) sample(ctx context.Context, job *infer.Job, older *evaluation.Result) (infer.Event, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

@@ -1731,9 +1731,9 @@ Global___StalenessConfig: _TypeAlias = StalenessConfig  # noqa: Y015
 @_typing.final
 class EvalConfig(_message.Message):
     """EvalConfig sets evaluation on held-out rows: the policy answers them and the reward scores the
-    answers. A suite sets its rows, reward, and metrics. Algorithms that train on rows (SFT, reward models, DPO, IPO, KTO) need no reward:
-    without one the learner computes the loss on the held-out rows and the metrics of a step, such as
-    `rewards/accuracy`.
+    answers. A suite sets its rows, reward, and metrics. Algorithms that train on rows (SFT, reward
+    models, DPO, IPO, KTO) need no reward: without one the learner computes the loss on the held-out
+    rows and the metrics of a step, such as `rewards/accuracy`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

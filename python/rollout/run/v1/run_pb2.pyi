@@ -634,8 +634,8 @@ class WorkerSpec(_message.Message):
 
     @_builtins.property
     def suites(self) -> _containers.MessageMap[_builtins.str, _run_config_pb2.RunConfig]:
-        """Of an inference worker, the suites that the run evaluates, by name: the configuration of the run
-        with the data, the sampling, and the scoring of the suite.
+        """Of an inference worker, the suites that the run evaluates, by name: the configuration of the
+        run with the data, the sampling, and the scoring of the suite.
         """
 
     def __init__(

@@ -2161,9 +2161,9 @@ func (x *StalenessConfig) GetMaxSteps() uint32 {
 }
 
 // EvalConfig sets evaluation on held-out rows: the policy answers them and the reward scores the
-// answers. A suite sets its rows, reward, and metrics. Algorithms that train on rows (SFT, reward models, DPO, IPO, KTO) need no reward:
-// without one the learner computes the loss on the held-out rows and the metrics of a step, such as
-// `rewards/accuracy`.
+// answers. A suite sets its rows, reward, and metrics. Algorithms that train on rows (SFT, reward
+// models, DPO, IPO, KTO) need no reward: without one the learner computes the loss on the held-out
+// rows and the metrics of a step, such as `rewards/accuracy`.
 type EvalConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Steps between two evaluations. There is also one before the first step and one after the last.

@@ -942,8 +942,8 @@ type WorkerSpec struct {
 	// Public key of the signatures of service registrations: Ed25519, hexadecimal. The worker calls
 	// no service whose registration has no valid signature.
 	ServicesKey string `protobuf:"bytes,27,opt,name=services_key,json=servicesKey,proto3" json:"services_key,omitempty"`
-	// Of an inference worker, the suites that the run evaluates, by name: the configuration of the run
-	// with the data, the sampling, and the scoring of the suite.
+	// Of an inference worker, the suites that the run evaluates, by name: the configuration of the
+	// run with the data, the sampling, and the scoring of the suite.
 	Suites        map[string]*v12.RunConfig `protobuf:"bytes,28,rep,name=suites,proto3" json:"suites,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
