@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from collector import collecting
 from conftest import ROOT
 from mesh import Mesh, assert_consumed_once
 from recording import ids_agree, recorded_mesh
@@ -60,7 +61,19 @@ def test_an_asynchronous_run_is_replayed_from_its_log(turns: Path, running: Mesh
     assert replayed["same"] and replayed["steps"][-1]["step"] == STEPS, replayed
 
 
-def test_the_ids_of_a_run_with_tools_are_those_of_the_engine(running: Mesh) -> None:
+def test_the_ids_of_a_run_with_tools_are_those_of_the_engine(tmp_path: Path) -> None:
+    """Its groups are traced, with the calls of tools."""
+    with collecting() as (collected, environment):
+        running = recorded_mesh(tmp_path / "state")
+        running.environment |= environment
+        try:
+            calculates(running.start())
+            collected.has(("inference-worker", "tool call"))
+        finally:
+            stop(running)
+
+
+def calculates(running: Mesh) -> None:
     subprocess.run([sys.executable, str(CALCULATOR / "prepare.py")], check=True)
     warm = running.submit(CALCULATOR / "sft.toml", "train.steps=60", "snapshot.every_steps=60")
     running.finish(warm)
