@@ -65,7 +65,8 @@ class Collector(TraceServiceServicer, MetricsServiceServicer):
         return traces.ExportTraceServiceResponse()
 
     def has(self, *more: tuple[str, str], meters: Iterable[str] = (), seconds: float = 30) -> None:
-        """Wait for the path of a group, with more spans before its batch is leased, and for meters."""
+        """Wait for the path of a group, with more spans before its batch is leased, and for
+        meters."""
         deadline = time.monotonic() + seconds
         while lacks := [*self._lacks((*SAMPLED, *more)), *(set(meters) - self.meters)]:
             assert time.monotonic() < deadline, (lacks, {(service, span.name) for service, span in self.spans.values()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import queue
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from rollout_workers.multistep.channel import Channel
 from rollout_workers.multistep.episodes import LOST, TIMEOUT, EpisodeRank
+from rollout_workers.multistep.errors import ChannelFull
 from rollout_workers.multistep.ranks import Peer, channel_key
 
 T = TypeVar("T")
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 MODE = "train"
 REPEAT_SECONDS = 1.0
 """How long a rollout rank waits for an answer before it sends its command again."""
+_MOST_REPEAT_SECONDS = 8.0
 
 
 class CommandLink:
@@ -33,7 +36,8 @@ class CommandLink:
     """
 
     def __init__(self, commands: Channel, answers: Channel, rank: int, peers: Sequence[Peer], *, repeat_seconds: float) -> None:
-        """repeat_seconds: how long to wait for an answer before the command is sent again."""
+        """repeat_seconds: how long to wait for an answer before the command is sent again;
+        doubled each time, up to 8 s."""
         self.resets: dict[int, Mapping[str, Any]] = {}
         self.ended: list[int] = []
         self.played: list[Any] = []
@@ -75,13 +79,16 @@ class CommandLink:
         self._commands.put(command, key)
 
     async def get(self, key: str) -> Any:
+        repeat = self._repeat
         while True:
             try:
-                async with asyncio.timeout(self._repeat):
+                async with asyncio.timeout(repeat):
                     answer = await self._answers.get(key)
             except TimeoutError:
+                repeat = min(2 * repeat, _MOST_REPEAT_SECONDS)
                 out, command = self._sent[key]
-                self._commands.put(command, out)
+                with contextlib.suppress(ChannelFull):  # the next process takes what the channel holds
+                    self._commands.put(command, out)
                 continue
             if answer["turn"] == self._turn and answer["sender"] == self._sender:
                 break

@@ -40,5 +40,5 @@ def test_the_worker_parses_chats_as_configured(family: str, monkeypatch: pytest.
         puller=None,
         consumer=None,
     )
-    worker._servicer(cast(Any, None), parts, parts, *cast(Any, [None] * 5))
+    worker._servicer(cast(Any, None), parts, parts, *cast(Any, [None] * 5), {})
     assert made == [family]

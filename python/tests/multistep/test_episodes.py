@@ -28,8 +28,9 @@ from rollout_workers.multistep.encode import encode_played, from_message, to_mes
 from rollout_workers.multistep.engine import NoLanguageModel, PolicyEngine
 from rollout_workers.multistep.episodes import EpisodeRank
 from rollout_workers.multistep.errors import BatchInvalid
-from rollout_workers.multistep.link import CommandLink, host_episodes
+from rollout_workers.multistep.link import MODE, CommandLink, host_episodes
 from rollout_workers.multistep.player import ByRow, Played, Player
+from rollout_workers.multistep.ranks import Peer, channel_key
 from rollout_workers.multistep.trainer import PolicyTrainer, chunks_of, loss_of
 from rollout_workers.trainer import ActingConfig, BadBatch, TrainerConfig, TrainSample
 from rollout_workers.trainer.optim.schedule import Schedule
@@ -485,3 +486,23 @@ async def test_microbatches_give_the_same_gradient(tmp_path: Path) -> None:
     many.train_step(batch, 1)
     for (name, a), (_, b) in zip(one.named_weights(), many.named_weights(), strict=True):
         assert torch.allclose(a, b, atol=1e-4), name
+
+
+async def test_a_command_that_no_process_takes_is_repeated_without_filling_the_channel() -> None:
+    """It is answered by the process that starts after a while."""
+    commands, answers, peers = MemoryChannel(2), MemoryChannel(), [Peer(0, 4)]
+    link = CommandLink(commands, answers, 0, peers, repeat_seconds=0.01)
+    link.begin()
+    link.resets = {row: {"seed": row} for row in range(4)}
+    link.send_resets()
+    received = asyncio.create_task(link.get(channel_key(0, 0, MODE)))
+    await asyncio.sleep(0.2)
+    assert not received.done()
+    host = asyncio.create_task(host_episodes(EpisodeRank(Count, rows=4, chunk=2, most_steps=9), commands, answers, 0, 0))
+    try:
+        async with asyncio.timeout(10):
+            batch = await received
+        assert len(batch["dones"]) == 4 and not link.failures
+    finally:
+        host.cancel()
+        await asyncio.gather(host, return_exceptions=True)

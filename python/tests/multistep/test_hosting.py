@@ -132,8 +132,8 @@ async def test_a_killed_environment_worker_loses_no_episode_and_repeats_none(dae
     tasks: list[asyncio.Task[None]] = []
     try:
         for rank in range(ROLLOUTS):
-            channels = NatsChannel(client, RUN, COMMANDS), NatsChannel(client, RUN, ANSWERS)
-            players.append(rollout_worker(rank, channels, rows=ROWS, ranks=ENVIRONMENTS, rollouts=ROLLOUTS))
+            channels = [NatsChannel(client, RUN, name, silence_seconds=60.0) for name in (COMMANDS, ANSWERS)]
+            players.append(rollout_worker(rank, (channels[0], channels[1]), rows=ROWS, ranks=ENVIRONMENTS, rollouts=ROLLOUTS))
             tasks.append(asyncio.create_task(players[-1][0].run()))
         await until(lambda: len(passing(daemon, "environment-worker")) == ENVIRONMENTS)
         games = [asyncio.create_task(play(player, list(range(EPISODES))[n::ROLLOUTS])) for n, (player, _) in enumerate(players)]
