@@ -4,11 +4,15 @@ import (
 	"bufio"
 	"encoding/binary"
 	"encoding/hex"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // listening is the state LISTEN in /proc/net/tcp.
@@ -103,6 +107,38 @@ func Holding(command, file string) (out []Holder) {
 		return true
 	})
 	return out
+}
+
+// Locking finds another process that has a lock for writing on a file. Its command is the whole
+// line. API: https://man7.org/linux/man-pages/man5/proc_locks.5.html
+func Locking(path string) (Process, bool) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return Process{}, false
+	}
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	if !ok {
+		return Process{}, false
+	}
+	file := fmt.Sprintf("%02x:%02x:%d", unix.Major(stat.Dev), unix.Minor(stat.Dev), stat.Ino)
+	text, _ := os.ReadFile("/proc/locks")
+	for line := range strings.Lines(string(text)) {
+		fields := strings.Fields(line) // those that wait have "->" in place of the type
+		if len(fields) < 6 || fields[1] == "->" || fields[3] != "WRITE" || fields[5] != file {
+			continue
+		}
+		pid, err := strconv.Atoi(fields[4])
+		if err != nil || pid <= 0 || pid == os.Getpid() { // 0: of another PID namespace
+			continue
+		}
+		if p := read(pid); p.PID != 0 {
+			if command, err := os.ReadFile("/proc/" + fields[4] + "/cmdline"); err == nil && len(command) > 0 {
+				p.Command = strings.TrimSpace(strings.ReplaceAll(string(command), "\x00", " "))
+			}
+			return p, true
+		}
+	}
+	return Process{}, false
 }
 
 // each calls visit with every process until it returns false.

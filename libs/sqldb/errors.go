@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql/driver"
 	"errors"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"net"
@@ -16,6 +17,7 @@ import (
 	"modernc.org/sqlite"
 	sqlite3 "modernc.org/sqlite/lib"
 
+	"github.com/rollout-rl/rollout/libs/process"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 )
 
@@ -79,7 +81,7 @@ func whole(err error, path string) error {
 	if errors.As(err, &found) && (found.Code()&0xff == sqlite3.SQLITE_CORRUPT || found.Code()&0xff == sqlite3.SQLITE_NOTADB) {
 		return damaged(path, err)
 	}
-	return sqliteError(err)
+	return sqliteError(err, path)
 }
 
 func damaged(path string, err error) error {
@@ -87,8 +89,9 @@ func damaged(path string, err error) error {
 		Fix("restore the state folder from a backup; `sqlite3 " + path + " .recover` saves what can be read")
 }
 
-// sqliteError is err, or ErrDiskFull where a file of the database could not grow, or ErrLocked.
-func sqliteError(err error) error {
+// sqliteError is err, or ErrDiskFull where a file of the database could not grow, or ErrLocked with
+// the process that has locked the file at path, if that can be found.
+func sqliteError(err error, path string) error {
 	var found *sqlite.Error
 	switch {
 	case !errors.As(err, &found):
@@ -96,7 +99,15 @@ func sqliteError(err error) error {
 	case found.Code()&0xff == sqlite3.SQLITE_FULL, found.Code() == sqlite3.SQLITE_IOERR_SHMSIZE:
 		return rpcerr.ErrDiskFull.Wrap(err)
 	case found.Code()&0xff == sqlite3.SQLITE_BUSY:
-		return ErrLocked.Wrap(err)
+		locked := ErrLocked
+		for _, file := range []string{path + "-shm", path} {
+			if by, found := process.Locking(file); found {
+				locked = locked.WithMessage("the process %d (`%s`) has locked the database %s for ten seconds", by.PID, by.Command, path).
+					Fix(fmt.Sprintf("end its transaction, or the process: `kill %d`; active runs continue by themselves", by.PID))
+				break
+			}
+		}
+		return locked.Wrap(err)
 	}
 	return err
 }

@@ -21,7 +21,7 @@ import (
 // mark. Errors: ErrUnavailable, ErrConflict, ErrUnknown, or the fence's error.
 func (db *DB) Tx(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	if !db.Postgres() {
-		return sqliteError(once(ctx, db.write, nil, db.behind(ctx, fn)))
+		return sqliteError(once(ctx, db.write, nil, db.behind(ctx, fn)), db.path)
 	}
 	return db.again(ctx, func() (bool, error) { return db.attempt(ctx, db.behind(ctx, fn)) })
 }
@@ -43,7 +43,7 @@ func (db *DB) behind(ctx context.Context, fn func(tx *sql.Tx) error) func(tx *sq
 // PostgreSQL fn may be called again.
 func (db *DB) View(ctx context.Context, fn func(tx *sql.Tx) error) error {
 	if !db.Postgres() {
-		return sqliteError(once(ctx, db.read, nil, fn))
+		return sqliteError(once(ctx, db.read, nil, fn), db.path)
 	}
 	return db.again(ctx, func() (bool, error) {
 		return db.connected(ctx, func(conn *sql.Conn) (bool, error) {
@@ -58,7 +58,7 @@ func (db *DB) Exec(ctx context.Context, statement string, args ...any) (changed 
 	if !db.Postgres() && db.fence == nil { // the statement is its own transaction
 		res, err := db.write.ExecContext(ctx, statement, args...)
 		if err != nil {
-			return 0, sqliteError(err)
+			return 0, sqliteError(err, db.path)
 		}
 		return res.RowsAffected()
 	}
@@ -94,7 +94,7 @@ func (db *DB) Each(ctx context.Context, query string, args []any, row func(scan 
 		return rows.Err()
 	}
 	if !db.Postgres() {
-		return sqliteError(each(db.read.QueryContext))
+		return sqliteError(each(db.read.QueryContext), db.path)
 	}
 	return db.again(ctx, func() (bool, error) {
 		return db.connected(ctx, func(conn *sql.Conn) (bool, error) {

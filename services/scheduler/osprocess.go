@@ -63,9 +63,15 @@ func (t osProcesses) waits(w *runv1.Worker) []*waitv1.Wait {
 		return nil
 	}
 	name, frozen := fmt.Sprintf("the process of %s (%d)", w.GetWorkerId(), pid), frozenBy(pid)
-	switch {
+	switch by := tracer(pid); {
 	case own.stopped():
 		return []*waitv1.Wait{stopped(w, pid, name)}
+	case own.state == "Z" && by != 0:
+		return []*waitv1.Wait{{
+			Owner: wait.User, Reason: wait.WorkerStopped, Subjects: []string{w.GetWorkerId()},
+			Evidence: fmt.Sprintf("%s was killed, and a debugger, the process %d (%s), keeps it", name, by, command(by)),
+			Fix:      fmt.Sprintf("quit the debugger, or end it: `kill %d`; the worker is then started again", by),
+		}}
 	case frozen != "":
 		value := "0"
 		if strings.HasSuffix(frozen, "freezer.state") {

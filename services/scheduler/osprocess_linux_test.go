@@ -129,4 +129,16 @@ func TestTheDebuggerOfAWorkerIsNamed(t *testing.T) {
 	if len(waits) != 1 || !strings.HasPrefix(waits[0].GetEvidence(), want) || !strings.Contains(waits[0].GetFix(), fmt.Sprintf("`kill %d`", syscall.Gettid())) {
 		t.Fatalf("got %v, want %s", waits, want)
 	}
+	if err := process.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	want = fmt.Sprintf("the process of learner-0 (%d) was killed, and a debugger, the process %d (", pid, syscall.Gettid())
+	for deadline := time.Now().Add(10 * time.Second); ; <-time.After(10 * time.Millisecond) {
+		if waits = readProcesses().waits(&runv1.Worker{WorkerId: "learner-0", Pid: uint32(pid)}); len(waits) == 1 && strings.HasPrefix(waits[0].GetEvidence(), want) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("got %v, want %s", waits, want)
+		}
+	}
 }
