@@ -46,6 +46,8 @@ type agents struct {
 	log    *slog.Logger
 	now    func() time.Time
 
+	refused refusals
+
 	mu    sync.Mutex
 	known map[string]*agentRun // by run id
 }

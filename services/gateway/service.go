@@ -37,7 +37,8 @@ func (s *service) Models(ctx context.Context) []*gatewayv1.Model {
 
 // Complete calls send for each piece when it arrives. It stores the segments of a completion before
 // it sends the last piece of it.
-func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, send func(*gatewayv1.CompleteResponse) error) error {
+func (s *service) Complete(ctx context.Context, req *gatewayv1.CompleteRequest, send func(*gatewayv1.CompleteResponse) error) (err error) {
+	defer func() { s.agents.refused.ended(req.GetSessionId(), s.Now(), err) }()
 	leave, err := s.workers.enter()
 	if err != nil {
 		return err

@@ -97,7 +97,11 @@ func (d *directory) wait(run string, why obstacle, who string) *waitv1.Wait {
 func (a *agents) waits(ctx context.Context, r *agentRun) []*waitv1.Wait {
 	serves := a.serves(r.id)
 	if open, oldest := r.sessionsOpen(); open != nil {
-		open.Evidence += a.unclosed(ctx, oldest)
+		names, refused := a.unclosed(ctx, oldest)
+		open.Evidence += names
+		if refused {
+			open.Fix = "correct what the agent requests, or let it close a session whose request is refused, with an error; " + open.GetFix()
+		}
 		return []*waitv1.Wait{open}
 	}
 	r.mu.Lock()
@@ -157,17 +161,19 @@ const (
 	mostOpen     = 3
 )
 
-// unclosed names the open sessions of a delivery, with the time of the last request in each. What
-// can't be read is left out.
-func (a *agents) unclosed(ctx context.Context, d *workItem) string {
-	var names []string
+// unclosed names the open sessions of a delivery, with the time of the last request in each; first
+// those whose last request was refused. What can't be read is left out.
+func (a *agents) unclosed(ctx context.Context, d *workItem) (text string, refused bool) {
+	var names, refusals []string
 	open := 0
 	for _, name := range d.sessions[:min(len(d.sessions), mostSessions)] {
 		session, err := a.store.Session(ctx, name, 0)
 		if err != nil || session.GetEnd() != nil {
 			continue
 		}
-		if open++; open > mostOpen {
+		open++
+		if last, has := a.refused.of(name); has {
+			refusals = append(refusals, name+" had its last request refused at "+last.at.UTC().Format(time.TimeOnly)+" UTC ("+last.text+")")
 			continue
 		}
 		last := "has made no request"
@@ -177,10 +183,11 @@ func (a *agents) unclosed(ctx context.Context, d *workItem) string {
 		names = append(names, name+" "+last)
 	}
 	if open == 0 {
-		return ""
+		return "", false
 	}
+	names = slices.Concat(refusals, names)
 	if open > mostOpen {
-		names = append(names, fmt.Sprintf("%d more are open", open-mostOpen))
+		names = append(names[:mostOpen], fmt.Sprintf("%d more are open", open-mostOpen))
 	}
-	return fmt.Sprintf("; of prompt %d, %s", d.group.GetPosition(), strings.Join(names, ", "))
+	return fmt.Sprintf("; of prompt %d, %s", d.group.GetPosition(), strings.Join(names, ", ")), len(refusals) > 0
 }

@@ -7,10 +7,14 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	gatewayv1 "github.com/rollout-rl/rollout/proto/gen/rollout/gateway/v1"
+	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	"github.com/rollout-rl/rollout/services/gateway"
 )
@@ -111,6 +115,21 @@ func TestWhatAgentsAreWaitedForIsAWait(t *testing.T) {
 	}
 	if want := tasks[0].GetSessionId() + " has made no request"; !strings.Contains(open.GetEvidence(), want) {
 		t.Errorf("got %q, not %q", open.GetEvidence(), want)
+	}
+	samples := a.worker.generate
+	a.worker.generate = func(*inferencev1.GenerateRequest, grpc.ServerStreamingServer[inferencev1.GenerateResponse]) error {
+		return rpcerr.New(codes.InvalidArgument, "CONTEXT_OVERFLOW", "the prompt has 90 tokens, and model.max_model_len is 64")
+	}
+	request := &gatewayv1.CompleteRequest{
+		Model: "tiny", SessionId: tasks[1].GetSessionId(), Params: &inferencev1.SamplingParams{}, Prompts: []*inferencev1.Prompt{tokens(1)},
+	}
+	if err := a.gateway.Complete(request, &collected{ctx: t.Context()}); rpcerr.Reason(err) != "CONTEXT_OVERFLOW" {
+		t.Fatalf("got %v", err)
+	}
+	a.worker.generate = samples
+	refused := waits(t, a.gateway, agencyRun)["SESSIONS_OPEN"]
+	if want := tasks[1].GetSessionId() + " had its last request refused at "; !strings.Contains(refused.GetEvidence(), want) || !strings.Contains(refused.GetEvidence(), "CONTEXT_OVERFLOW: the prompt has 90 tokens") || !strings.Contains(refused.GetFix(), "refused") {
+		t.Errorf("got %q, not %q", refused, want)
 	}
 	for i, task := range tasks {
 		a.play(task)
