@@ -36,7 +36,7 @@ def test_lost_weights_are_made_again(phase: str, way: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("policy", ["keep", "reissue"])
 def test_lost_weights_with_other_bits_begin_a_lineage(policy: str, tmp_path: Path) -> None:
-    job = Job(tmp_path / "job", steps=STEPS, mode="async", staleness=2, old_lineage=policy)
+    job = Job(tmp_path / "job", steps=STEPS, mode="async", staleness=2, old_lineage=policy, snapshot=100)  # none to begin at
     running = sim_mesh(tmp_path / "state", seconds=0.05, ROLLOUT_SIM_INEXACT="1").start()
     try:
         run = submit(running, running.plan(job.write()), job)

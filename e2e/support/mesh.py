@@ -213,7 +213,7 @@ class Mesh:
         """Yield each status until the end, even if another replica becomes the leader."""
         while True:
             try:
-                for update in self.scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run), timeout=300):
+                for update in self.scheduler.WatchRun(run_pb2.WatchRunRequest(run_id=run), timeout=900):
                     yield update.status
                 return
             except grpc.RpcError as error:
