@@ -42,6 +42,8 @@ _POOL_SECONDS = 1.0  # in which a pool starts its processes
 _LONGEST = 500  # characters of a text of a process
 _MOST_LOOKS = 8
 _MOST = 3  # addresses in a sentence
+_SOURCE_CHARACTERS = 80  # of a line
+_SOURCE_BYTES = 1 << 20  # of a file, in which the line is looked for
 BLOCKED = "is blocked in the kernel"
 """How the text begins of a wait that no signal ends."""
 _LIBRARIES = tuple(
@@ -54,7 +56,8 @@ class At(NamedTuple):
     """A line of the user's code. inner: names of the library files that it has called, for example
     ``socket.py``. does, fix: what the library says that it waits for (``rollout.waiting``); file is
     empty if only this is known. thread: that executes it, as the kernel numbers it; 0: the main
-    thread. process: that should answer; 0 if that is not known."""
+    thread. process: that should answer; 0 if that is not known. calls: the innermost function of a
+    library that it has called. source: the text of the line; empty if it can't be read."""
 
     file: str
     line: int
@@ -64,6 +67,8 @@ class At(NamedTuple):
     fix: str = ""
     thread: int = 0
     process: int = 0
+    calls: str = ""
+    source: str = ""
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
@@ -119,7 +124,7 @@ def here(loop: asyncio.AbstractEventLoop) -> bytes:
         seen = working or seen
     counted = Counter(at._replace(thread=0) for at in seen)
     common = [next(at for at in seen if at._replace(thread=0) == each) for each, _ in counted.most_common()]
-    return json.dumps([[*at] for at in common]).encode()
+    return json.dumps([[*_with_source(at, os.getpid())] for at in common]).encode()
 
 
 _THREADS = {"_base.py", "thread.py", "threads.py", "threading.py", "queue.py"}
@@ -202,11 +207,39 @@ def _of_task(task: asyncio.Task[Any]) -> At | None:
 def _user_line(lines: Iterable[_Line]) -> At | None:
     """The innermost line that is in no library."""
     inner: list[str] = []
+    calls = ""
     for line in lines:
         if _is_user(line.file):
-            return At(line.file, line.line, line.function, tuple(inner))
+            return At(line.file, line.line, line.function, tuple(inner), calls=calls)
         inner.append(os.path.basename(line.file))
+        calls = calls or line.function
     return None
+
+
+def _with_source(at: At, pid: int) -> At:
+    """The line with its text, if the file is as it was when its process began."""
+    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
+        if not at.file.startswith("/") or _mount(pid, at.file)[1] not in _LOCAL:  # reading others may never end
+            return at
+        with open(os.open(at.file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode) or info.st_mtime > _began(pid) + 1:
+                return at
+            text = file.read(_SOURCE_BYTES).decode(errors="replace").split("\n")[at.line - 1 :][0]
+        return at._replace(source=_shown(text))
+    return at
+
+
+def _shown(source: str) -> str:
+    """A line of code for a sentence."""
+    text = " ".join(source.split())[:_SOURCE_CHARACTERS]
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text).strip()
+
+
+def _began(pid: int) -> float:
+    """When a process began, in seconds since 1970."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _is_user(file: str) -> bool:
@@ -270,9 +303,10 @@ async def look(pid: int, method: str, asked: Callable[[], Awaitable[bytes]]) -> 
 def _parsed(answer: bytes) -> At | None:
     """The first line of an answer; None without one, or if code in a sandbox forged it."""
     with contextlib.suppress(ValueError, TypeError, IndexError):
-        file, line, function, inner, does, fix, thread, process = json.loads(answer)[0]
-        texts = [" ".join(str(text).split())[:_LONGEST] for text in (file, function, does, fix)]
-        return At(texts[0], int(line), texts[1], tuple(map(str, inner)), texts[2], texts[3], int(thread), int(process))
+        file, line, function, inner, does, fix, thread, process, calls, source = json.loads(answer)[0]
+        texts = [" ".join(str(text).split())[:_LONGEST] for text in (file, function, does, fix, calls)]
+        known = (texts[0], int(line), texts[1], tuple(map(str, inner)), texts[2], texts[3], int(thread), int(process))
+        return At(*known, calls=texts[4], source=_shown(str(source)))
     return None
 
 
@@ -289,7 +323,8 @@ async def _signaled(pid: int) -> At | None:
             await asyncio.sleep(0.01)
             if path.stat().st_size:
                 await asyncio.sleep(0.01)  # it writes line by line
-                return _user_line(_written(path.read_text(errors="replace")))
+                at = _user_line(_written(path.read_text(errors="replace")))
+                return at and _with_source(at, pid)
     return None
 
 

@@ -273,7 +273,9 @@ def _add_look(wait: Wait, looks: Sequence[Look]) -> None:
         return
     if found.at is not None:
         wait.location = f"{found.at.file}:{found.at.line}"
-        wait.evidence += f"; {who} is at {found.at}" + (f" and {found.does}" if found.does else "")
+        source = f", `{found.at.source}`" if found.at.source else ""
+        and_does = f"{',' if source else ''} and {found.does}" if found.does else ""
+        wait.evidence += f"; {who} is at {found.at}{source}{and_does}"
     else:
         wait.evidence += f"; {who} {found.does}" if found.does else f"; in process {found.pid}"
     limit = wait.fix.rpartition("; after the limit ")[2] if "; after the limit " in wait.fix else ""

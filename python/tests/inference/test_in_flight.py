@@ -135,6 +135,11 @@ def test_the_process_and_the_line_of_the_longest_call_are_named() -> None:
     stepped = next(w for w in flight.waits([waiting]) if w.reason == "ENVIRONMENT_STEP")
     assert stepped.evidence.endswith("; its process 4712 waits for the tool `lookup` of the MCP server `capitals`")
     assert stepped.fix.startswith("see process 4713; `kill -9 4712`")
+    read = replace(reward, at=At("/job/judge.py", 12, "judge", source="return ask(text)"))
+    for each, end in ((read, ", and waits for an answer of 10.0.0.7:443"), (replace(read, does=""), "")):
+        with calls.open(Call("REWARD_CALL", "judge.py:judge", (b'{"row": 2}',), 60.0)):
+            called = next(w for w in flight.waits([each]) if w.reason == "REWARD_CALL")
+        assert called.evidence.endswith(f"is at judge.py:12 (judge), `return ask(text)`{end}")
     boxed = replace(reward, pid=0, does="", fix="")
     with calls.open(Call("REWARD_CALL", "judge.py:judge", (b'{"row": 2}',), 60.0)):
         called = next(w for w in flight.waits([boxed]) if w.reason == "REWARD_CALL")

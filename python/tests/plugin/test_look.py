@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from rollout.hosting.child import ChildProcess
-from rollout.hosting.look import Look, looks
+from rollout.hosting.look import At, Look, _with_source, looks  # pyright: ignore[reportPrivateUsage]
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -186,6 +186,24 @@ async def test_the_line_of_a_blocking_call_is_seen(name: str, tmp_path: Path) ->
         assert look.at is not None
         assert (look.at.file, look.at.function) == (str(tmp_path / "reward.py"), name)
         assert _REWARDS.splitlines()[look.at.line - 1].endswith(f"here: {name}"), look
+        assert look.at.source == " ".join(_REWARDS.splitlines()[look.at.line - 1].split())[:80]
+
+
+def test_the_source_of_a_line_is_read_from_short_regular_files_only(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_bytes(b"\n\t" + b"x = 1; " * 100 + b"\n" + b"\xff\x1b\n" + b"#" * (1 << 20) + b"\nlate = 1\n")
+    os.mkfifo(tmp_path / "pipe")
+
+    def source(name: str, line: int) -> str:
+        return _with_source(At(str(tmp_path / name), line, "score"), os.getpid()).source
+
+    os.utime(file, (1, 1))
+    assert source("reward.py", 2) == ("x = 1; " * 12)[:80]
+    assert source("reward.py", 3) == "\N{REPLACEMENT CHARACTER}" * 2
+    assert [source("reward.py", line) for line in (1, 5, 99)] == ["", "", ""]
+    assert [source(name, 1) for name in ("pipe", "missing", ".")] == ["", "", ""]
+    os.utime(file, (1, time.time() + 100))
+    assert source("reward.py", 2) == "", "the file was changed after the process had read it"
 
 
 @pytest.mark.parametrize("name", ["asks", "awaits", "pools", "delegates"])
