@@ -42,6 +42,8 @@ _POOL_SECONDS = 1.0  # in which a pool starts its processes
 _LONGEST = 500  # characters of a text of a process
 _MOST_LOOKS = 8
 _MOST = 3  # addresses in a sentence
+_MOST_POLLED = 64  # descriptors
+_NAME_SERVER = ":53"  # how its address ends
 _SOURCE_CHARACTERS = 80  # of a line
 _SOURCE_BYTES = 1 << 20  # of a file, in which the line is looked for
 BLOCKED = "is blocked in the kernel"
@@ -381,6 +383,8 @@ def _kernel(pid: int, at: At | None, depth: int = 0) -> tuple[str, str]:
         if blocked := _file_system(pid, call, arguments, _thread_state(pid, thread) == "D"):
             return blocked
         sockets = _sockets(pid)
+        if call == "poll" and (polled := {link: sockets[link] for link in _polled(pid, arguments) if link in sockets}):
+            return _silent(list(polled.values()))
         if call in ("read", "recv", "connect"):
             link = _link(pid, first)
             if link in sockets:
@@ -389,6 +393,8 @@ def _kernel(pid: int, at: At | None, depth: int = 0) -> tuple[str, str]:
                 return f"reads {link}", f"see why {link} has no data"
         if call in ("poll", "select") and (not inner or any(name in _NETWORK or "http" in name for name in inner)) and sockets:
             return _silent(list(sockets.values()))
+        if at is not None and at.calls == "getaddrinfo":
+            return "resolves a host name (getaddrinfo)", "see why the name does not resolve: `getent hosts NAME`, /etc/resolv.conf"
         if call == "poll":
             return next((does for name, does in _AWAITED.items() if name in inner), ""), ""
     return "", ""
@@ -623,17 +629,32 @@ def _shares(process: Path, inode: int) -> bool:
     return False
 
 
+def _polled(pid: int, arguments: list[int]) -> list[str]:
+    """The links of the descriptors of a poll; empty for an epoll, whose first argument is no
+    address."""
+    with contextlib.suppress(OSError, OverflowError), open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        memory.seek(arguments[0])
+        entries = memory.read(8 * min(arguments[1], _MOST_POLLED))
+        return [_link(pid, int.from_bytes(entries[i : i + 4], sys.byteorder)) for i in range(0, len(entries), 8)]
+    return []
+
+
 def _sockets(pid: int) -> dict[str, str]:
-    """The remote addresses of the open connections of a process, by the link of the descriptor."""
+    """The remote addresses of the open connections of a process, by the link of the descriptor. Of
+    UDP it has those to name servers."""
     links = {_link(pid, int(file.name)) for file in Path(f"/proc/{pid}/fd").iterdir()}
     found: dict[str, str] = {}
-    for table in ("tcp", "tcp6"):
+    for table in ("tcp", "tcp6", "udp", "udp6"):
         with contextlib.suppress(OSError):
             for line in itertools.islice(Path(f"/proc/{pid}/net/{table}").read_text().splitlines(), 1, None):
                 fields = line.split()
                 link = f"socket:[{fields[9]}]"
                 if fields[3] in ("01", "02") and link in links:  # ESTABLISHED, SYN_SENT
-                    found[link] = _address(fields[2]) + (" (not connected yet)" if fields[3] == "02" else "")
+                    address = _address(fields[2])
+                    if table.startswith("tcp"):
+                        found[link] = address + (" (not connected yet)" if fields[3] == "02" else "")
+                    elif address.endswith(_NAME_SERVER):
+                        found[link] = address
     return found
 
 
@@ -646,5 +667,12 @@ def _address(text: str) -> str:
 
 
 def _silent(addresses: list[str]) -> tuple[str, str]:
+    servers = sorted({address for address in addresses if address.endswith(_NAME_SERVER)})[:_MOST]
+    if servers:  # a request follows the resolution of its host
+        named = ", ".join(servers)
+        return (
+            f"resolves a host name, and waits for the name server {named}",
+            f"see why the name server {named} does not answer; /etc/resolv.conf names it",
+        )
     named = ", ".join(sorted(set(addresses))[:_MOST])
     return f"waits for an answer of {named}", f"see why {named} does not answer; restart it, or give the request a timeout"

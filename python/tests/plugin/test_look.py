@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import http.server
+import json
 import os
 import re
 import socket
@@ -20,13 +21,13 @@ from pathlib import Path
 import pytest
 
 from rollout.hosting.child import ChildProcess
-from rollout.hosting.look import At, Look, _with_source, looks  # pyright: ignore[reportPrivateUsage]
+from rollout.hosting.look import At, Look, _kernel, _system_call, _with_source, looks  # pyright: ignore[reportPrivateUsage]
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 _REWARDS = """
-import asyncio, fcntl, os, re, socket, sqlite3, subprocess, threading, time
+import asyncio, ctypes, fcntl, os, re, socket, sqlite3, subprocess, threading, time
 from multiprocessing import Pool
 from concurrent.futures import ThreadPoolExecutor
 
@@ -100,6 +101,19 @@ def caches(samples):
     sqlite3.connect(samples[0].prompt, timeout=1000).execute("INSERT INTO scores VALUES (1)")  # here: caches
 
 
+def resolves(samples):
+    own_name_server(samples[0].prompt)
+    judge = socket.create_connection(samples[0].row["idle"])  # it does not wait for this one
+    socket.create_connection(("judge.internal", 18777))  # here: resolves
+
+
+def own_name_server(file):
+    libc = ctypes.CDLL(None)
+    assert libc.unshare(0x20000) == 0  # CLONE_NEWNS
+    assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # private, recursively
+    assert libc.mount(file.encode(), b"/etc/resolv.conf", None, 0x1000, None) == 0  # bind
+
+
 async def awaits(samples):
     await helper(samples)
 
@@ -142,12 +156,12 @@ async def chats(samples):
 
 
 @asynccontextmanager
-async def _called(folder: Path, name: str, prompt: str) -> AsyncIterator[ChildProcess]:
+async def _called(folder: Path, name: str, prompt: str, row: bytes = b"{}") -> AsyncIterator[ChildProcess]:
     """A process with a call of a reward that does not return."""
     (folder / "reward.py").write_text(_REWARDS)
     process = ChildProcess([{"kind": "reward", "plugin": f"reward.py:{name}", "base_dir": str(folder)}])
     await process.start()
-    group = pb.RewardGroup(row_json=b"{}", samples=[pb.RewardSample(prompt=prompt)])
+    group = pb.RewardGroup(row_json=row, samples=[pb.RewardSample(prompt=prompt)])
     call = asyncio.create_task(process.call("Reward", pb.RewardRequest(groups=[group]), 100))
     try:
         yield process
@@ -215,6 +229,33 @@ async def test_the_server_that_does_not_answer_is_seen(name: str, tmp_path: Path
             assert look.at is not None
             assert _REWARDS.splitlines()[look.at.line - 1].endswith(f"here: {name}"), look
             assert f"127.0.0.1:{port}" in look.fix
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts another resolv.conf")
+async def test_the_name_server_that_does_not_answer_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.79\n")
+    with socket.create_server(("127.0.0.1", 0)) as idle, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind(("127.0.0.79", 53))
+        row = json.dumps({"idle": idle.getsockname()}).encode()
+        async with _called(tmp_path, "resolves", str(tmp_path / "resolv.conf"), row) as process:
+            look = await _seen(process, "waits for the name server 127.0.0.79:53$")
+            assert look.at is not None
+            assert look.at.calls == "getaddrinfo"
+            assert _REWARDS.splitlines()[look.at.line - 1].endswith("here: resolves"), look
+            assert "why the name server 127.0.0.79:53 does not answer" in look.fix
+
+
+def test_a_resolution_without_a_socket_is_seen() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import select; select.poll().poll()"]) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while "poll" not in (found := _system_call(process.pid, process.pid))[0]:
+                assert time.monotonic() < deadline, found
+                time.sleep(0.02)
+            at = At("/job/judge.py", 12, "judge", ("socket.py",), calls="getaddrinfo")
+            assert _kernel(process.pid, at)[0] == "resolves a host name (getaddrinfo)"
+        finally:
+            process.kill()
 
 
 async def test_the_answer_of_an_endpoint_that_is_asked_again_is_seen(tmp_path: Path) -> None:
