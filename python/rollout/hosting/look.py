@@ -360,9 +360,9 @@ _CALLS: dict[str, dict[str, tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-def _kernel(pid: int, at: At | None, depth: int = 0) -> tuple[str, str]:
-    """What the kernel says that the thread of a line waits for, and what ends it. depth: how many
-    processes wait for this one."""
+def _kernel(pid: int, at: At | None, waiters: tuple[int, ...] = ()) -> tuple[str, str]:
+    """What the kernel says that the thread of a line waits for, and what ends it. waiters: the
+    processes that wait for this one."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         thread = at.thread if at is not None and at.thread else pid
         call, arguments = _system_call(pid, thread)
@@ -373,13 +373,15 @@ def _kernel(pid: int, at: At | None, depth: int = 0) -> tuple[str, str]:
         if call == "flock" or call == "fcntl":
             return _file_lock(pid, first)
         if call == "wait" or any("subprocess" in name for name in inner):
-            return _child(pid, depth)
+            return _child(pid, waiters)
         if call == "futex":
             return next((pool for name, pool in _POOLS.items() if name in inner), ("waits for a lock or a thread", ""))
         if call == "sleep":  # a library may sleep between two tries to get a lock, as SQLite does
             return _locked_elsewhere(pid) or ("sleeps", "")
         if call == "write" and _link(pid, first).startswith("pipe:"):
             return _full_pipe(pid, first)
+        if call == "read" and (at is not None or waiters) and _link(pid, first).startswith("pipe:"):
+            return _empty_pipe(pid, first, waiters)
         if blocked := _file_system(pid, call, arguments, _thread_state(pid, thread) == "D"):
             return blocked
         sockets = _sockets(pid)
@@ -394,7 +396,12 @@ def _kernel(pid: int, at: At | None, depth: int = 0) -> tuple[str, str]:
         if call in ("poll", "select") and (not inner or any(name in _NETWORK or "http" in name for name in inner)) and sockets:
             return _silent(list(sockets.values()))
         if at is not None and at.calls == "getaddrinfo":
-            return "resolves a host name (getaddrinfo)", "see why the name does not resolve: `getent hosts NAME`, /etc/resolv.conf"
+            return (
+                "resolves a host name (getaddrinfo)",
+                "see why the name does not resolve: `getent hosts NAME`, /etc/resolv.conf",
+            )
+        if call == "poll" and "streams.py" in inner and _children(pid):  # of asyncio
+            return _child(pid, waiters)
         if call == "poll":
             return next((does for name, does in _AWAITED.items() if name in inner), ""), ""
     return "", ""
@@ -476,11 +483,7 @@ def _full_pipe(pid: int, number: int) -> tuple[str, str]:
     """Who has the other end of a pipe that a process can't write to."""
     link = _link(pid, number)
     name = {1: "its output", 2: "its error output"}.get(number, "a pipe")
-    readers: list[int] = []
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, StopIteration, ValueError):
-            if process.name.isdecimal() and any(_reads(process, file, link) for file in (process / "fd").iterdir()):
-                readers.append(int(process.name))
+    readers = _with_pipe(link, os.O_RDONLY)
     named = " and ".join(f"process {reader} (`{_command(reader)}`)" for reader in readers[:_MOST]) or "nobody"
     return (
         f"is blocked in a write to {name}, a full pipe that {named} should read",
@@ -488,12 +491,45 @@ def _full_pipe(pid: int, number: int) -> tuple[str, str]:
     )
 
 
-def _reads(process: Path, file: Path, link: str) -> bool:
+def _empty_pipe(pid: int, number: int, waiters: tuple[int, ...]) -> tuple[str, str]:
+    """Who has the other end of a pipe that a process reads, and what that one waits for."""
+    writers = _with_pipe(_link(pid, number), os.O_WRONLY)
+    others = [writer for writer in writers if writer != pid]
+    what = "its input, a pipe" if number == 0 else "a pipe"
+    if not others:
+        if not writers:
+            return "", ""  # it is at its end
+        return f"reads {what} that only it has open for writing", "close its end for writing: the read ends then"
+    if waiting := [writer for writer in others if writer in waiters]:  # in a circle
+        return (
+            f"reads {what} that process {waiting[0]}, which waits, has open for writing",
+            "close the pipe (`stdin.close()`) before the output is read, or use `communicate()`",
+        )
+    does, fix = _kernel(others[0], None, (*waiters, pid)) if len(waiters) < _MOST else ("", "")
+    first, *more = [f"process {writer} (`{_command(writer)}`)" for writer in others[:_MOST]]
+    also = f" (as {' and '.join(more)} {'have' if len(more) > 1 else 'has'})" if more else ""
+    return (
+        f"reads {what} that {first} has open for writing{also}" + (f", which {does}" if does else ""),
+        fix or f"see why process {others[0]} writes nothing; `kill {others[0]}` ends it",
+    )
+
+
+def _with_pipe(link: str, access: int) -> list[int]:
+    """The processes that have one end of a pipe open. access: as in open(2)."""
+    found: list[int] = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            if process.name.isdecimal() and any(_has(process, file, link, access) for file in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return sorted(found)
+
+
+def _has(process: Path, file: Path, link: str, access: int) -> bool:
     if os.readlink(file) != link:
         return False
     info = (process / "fdinfo" / file.name).read_text()
     flags = next(line.split()[1] for line in info.splitlines() if line.startswith("flags:"))
-    return int(flags, 8) & os.O_ACCMODE == os.O_RDONLY
+    return int(flags, 8) & os.O_ACCMODE == access
 
 
 def _text_at(pid: int, address: int) -> str:
@@ -527,13 +563,17 @@ def _cpu_seconds(pid: int) -> float:
     return int(fields[0]) / 1e9
 
 
-def _child(pid: int, depth: int) -> tuple[str, str]:
+def _children(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def _child(pid: int, waiters: tuple[int, ...]) -> tuple[str, str]:
     """The newest process that a process has started, and what that waits for."""
-    children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    children = _children(pid)
     if not children:
         return "waits for a process to end", ""
-    child = int(children[-1])
-    does, fix = _kernel(child, None, depth + 1) if depth < _MOST else ("", "")
+    child = children[-1]
+    does, fix = _kernel(child, None, (*waiters, pid)) if len(waiters) < _MOST else ("", "")
     waits = f"waits for process {child} (`{_command(child)}`)" + (f", which {does}" if fix else "")
     return waits, fix or f"see why process {child} does not end; `kill {child}` ends it"
 

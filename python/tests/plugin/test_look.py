@@ -101,6 +101,22 @@ def caches(samples):
     sqlite3.connect(samples[0].prompt, timeout=1000).execute("INSERT INTO scores VALUES (1)")  # here: caches
 
 
+def verifies(samples):
+    child = subprocess.Popen(["sh", "-c", samples[0].prompt], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdin.write(b"1 + 1")
+    child.stdout.read()  # here: verifies
+
+
+async def verifies_async(samples):
+    child = await asyncio.create_subprocess_exec("sleep", "1000", stdout=asyncio.subprocess.PIPE)
+    await child.stdout.readline()  # here: verifies_async
+
+
+def own_pipe(samples):
+    reading, writing = os.pipe()
+    os.read(reading, 1)  # here: own_pipe
+
+
 def resolves(samples):
     own_name_server(samples[0].prompt)
     judge = socket.create_connection(samples[0].row["idle"])  # it does not wait for this one
@@ -182,7 +198,28 @@ async def _seen(process: ChildProcess, does: str) -> Look:
         await asyncio.sleep(0.05)
 
 
+_IN_A_CIRCLE = r"reads its input, a pipe that process \d+, which waits, has open for writing$"
+_PIPES = {
+    "exec cat": rf"reads a pipe that process \d+ \(`cat`\) has open for writing, which {_IN_A_CIRCLE}",
+    "cat | wc -c": r"reads a pipe that process \d+ \(`sh .*`\) has open for writing \(as process \d+ \(`wc -c`\) has\), "
+    r"which waits for process \d+ \(`wc -c`\), which reads its input, a pipe that process \d+ \(`cat`\) has open for writing, "
+    rf"which {_IN_A_CIRCLE}",
+    "exec sleep 1000": r"reads a pipe that process \d+ \(`sleep 1000`\) has open for writing, which sleeps$",
+}
+
+
+@pytest.mark.parametrize("command", _PIPES)
+async def test_the_process_whose_output_is_read_is_seen(command: str, tmp_path: Path) -> None:
+    async with _called(tmp_path, "verifies", command) as process:
+        look = await _seen(process, _PIPES[command])
+        assert look.at is not None
+        assert _REWARDS.splitlines()[look.at.line - 1].endswith("here: verifies"), look
+        assert ("communicate()" in look.fix) == ("cat" in command), look.fix
+
+
 _CASES = {
+    "verifies_async": r"waits for process \d+ \(`sleep 1000`\)",
+    "own_pipe": "reads a pipe that only it has open for writing$",
     "deadlock": "waits for a lock",
     "loops": "computes, with .* of a core",
     "naps": "sleeps",
