@@ -3,6 +3,8 @@
 package wait
 
 import (
+	"strings"
+
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
@@ -75,5 +77,16 @@ const (
 
 // ForDisk is the wait for space on a disk. missing: what is missing where.
 func ForDisk(missing string) *waitv1.Wait {
-	return &waitv1.Wait{Owner: User, Reason: rpcerr.ReasonDiskFull, Evidence: "space on the disk: " + missing, Fix: rpcerr.Fix(rpcerr.ErrDiskFull)}
+	return &waitv1.Wait{Owner: User, Reason: rpcerr.ReasonDiskFull, Evidence: "space on the disk: " + missing, Fix: DiskFix(missing)}
+}
+
+// noInodes is what a worker writes of a disk that has free space, and no inodes for new files.
+const noInodes = "no inodes are left"
+
+// DiskFix is the fix for a full disk. missing: what is missing where.
+func DiskFix(missing string) string {
+	if strings.Contains(missing, noInodes) {
+		return "delete files on that disk that are not needed, however small; active runs continue by themselves"
+	}
+	return rpcerr.Fix(rpcerr.ErrDiskFull)
 }

@@ -282,7 +282,7 @@ func refused(l *learnerv1.LaggingWorker) *waitv1.Wait {
 		Fix:      "correct what it reports: it tries again until it can; a worker that is killed is restarted, and loads them from the start",
 	}
 	if l.GetReason() == rpcerr.ReasonDiskFull {
-		w.Owner, w.Reason, w.Fix = wait.User, rpcerr.ReasonDiskFull, rpcerr.Fix(rpcerr.ErrDiskFull)
+		w.Owner, w.Reason, w.Fix = wait.User, rpcerr.ReasonDiskFull, wait.DiskFix(l.GetMessage())
 	}
 	return w
 }
@@ -314,7 +314,7 @@ func (v *view) currentWaits() []*waitv1.Wait {
 	stall := v.stall()
 	if v.run.GetState() == Paused && v.run.GetReason() != "" {
 		if stall == nil { // the buffer and the controller have not reported since the run was resumed
-			stall = &waitv1.Wait{Owner: wait.User, Reason: v.run.GetReason(), Evidence: v.run.GetMessage(), Fix: rpcerr.Fix(rpcerr.ErrDiskFull)}
+			stall = &waitv1.Wait{Owner: wait.User, Reason: v.run.GetReason(), Evidence: v.run.GetMessage(), Fix: wait.DiskFix(v.run.GetMessage())}
 		}
 		return []*waitv1.Wait{stall}
 	}
@@ -358,7 +358,7 @@ func (o obstacle) wait(what retry.Awaited) *waitv1.Wait {
 		w.Reason, w.Subjects = wait.QueueFull, nil
 	}
 	if o.full {
-		w.Owner, w.Reason, w.Fix = wait.User, rpcerr.ReasonDiskFull, rpcerr.Fix(rpcerr.ErrDiskFull)
+		w.Owner, w.Reason, w.Fix = wait.User, rpcerr.ReasonDiskFull, wait.DiskFix(o.why)
 	}
 	return w
 }

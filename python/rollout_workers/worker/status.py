@@ -7,8 +7,10 @@ Any other exception becomes INTERNAL with a fixed message; its details are only 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -26,6 +28,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 _INTERNAL = "internal error: see the worker's log"
 _FULL = "the worker's disk is full"
 _FIX_FULL = "free some space on that disk; active runs continue by themselves"
+_FIX_INODES = "delete files on that disk that are not needed, however small; active runs continue by themselves"
 
 # gRPC codes of the reasons that workers return. Other reasons are FAILED_PRECONDITION: the caller
 # must change something.
@@ -113,7 +116,8 @@ def status_of(error: BaseException) -> status_pb2.Status:
     if not isinstance(reason, str):
         log.error("a call failed: %r", error, exc_info=error)
         if _disk_full(error):
-            return _status(code_pb2.RESOURCE_EXHAUSTED, f"{_FULL}: {error}", "DISK_FULL", {"fix": _FIX_FULL})
+            message, fix = disk_full(error)
+            return _status(code_pb2.RESOURCE_EXHAUSTED, f"{_FULL}: {message}", "DISK_FULL", {"fix": fix})
         return _status(code_pb2.INTERNAL, _INTERNAL, "INTERNAL")
     code = (error.status if isinstance(error, EdgeError) else None) or _CODES.get(reason, code_pb2.FAILED_PRECONDITION)
     status = _status(code, str(error), reason, getattr(error, "metadata", None) or {})
@@ -133,6 +137,19 @@ def _disk_full(error: BaseException) -> bool:
     """Whether a write failed because the disk is full. safetensors reports that only in its
     message."""
     return (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or "No space left on device" in str(error)
+
+
+def disk_full(error: BaseException) -> tuple[str, str]:
+    """The message and the fix of a write that failed because the disk is full: of space, or of
+    inodes, which many small files use up."""
+    for name in (getattr(error, "filename2", None), getattr(error, "filename", None)):
+        with contextlib.suppress(OSError, ValueError):
+            if isinstance(name, (str, os.PathLike)):
+                folder = os.path.dirname(os.path.abspath(name))
+                disk = os.statvfs(folder)
+                if disk.f_files and not disk.f_favail:  # Btrfs has no limit, and reports 0 of 0
+                    return f"no inodes are left (`df -i {folder}`): {error}", _FIX_INODES
+    return str(error), _FIX_FULL
 
 
 async def abort(context: grpc.aio.ServicerContext, error: BaseException) -> None:
