@@ -251,7 +251,7 @@ class InFlight:
             owner="user" if failure.full else "storage",
             reason="DISK_FULL" if failure.full else "PUBLISH_REFUSED",
             evidence=f"the samples of {self.who.worker} are not accepted, and sampled again: {failure.message}",
-            fix="free some space on that disk; the run continues by itself"
+            fix=failure.fix or "free some space on that disk; the run continues by itself"
             if failure.full
             else "see the error in the log of the storage service, and with `rollout doctor`",
             subjects=[self.who.worker],

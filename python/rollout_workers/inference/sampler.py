@@ -32,6 +32,7 @@ from rollout_workers.inference.throughput import Throughput
 from rollout_workers.worker.discovery import Services, call
 from rollout_workers.worker.publisher import Publisher
 from rollout_workers.worker.spec import Identity
+from rollout_workers.worker.status import disk_full
 from rollout_workers.worker.stream import WorkItem
 from rollout_workers.worker.telemetry import Meters, distinct, incoming, outgoing, span
 
@@ -41,11 +42,12 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why samples can't be published. since: of the first failure in a row, in seconds since 1970.
-    full: whether a disk is full."""
+    full: whether a disk is full. fix: for it."""
 
     message: str
     since: float
     full: bool
+    fix: str = ""
 
 
 _MOST_FAILURES = 4096
@@ -175,10 +177,12 @@ class Outlet:
 
 
 def _refusal(error: Exception, before: Refusal | None) -> Refusal:
-    full, message = isinstance(error, OSError) and error.errno == errno.ENOSPC, str(error)
+    full, message, fix = isinstance(error, OSError) and error.errno == errno.ENOSPC, str(error), ""
+    if full:
+        message, fix = disk_full(error)
     if isinstance(error, grpc.aio.AioRpcError):
         full, message = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED, error.details() or error.code().name
-    return Refusal(message, before.since if before else time.time(), full)
+    return Refusal(message, before.since if before else time.time(), full, fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from rollout.run.v1.run_pb2 import PromptGroup
 from rollout_workers.environments.episode import FinishedGroup
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.in_flight import InFlight
-from rollout_workers.inference.sampler import Failure, Failures, Refusal
+from rollout_workers.inference.sampler import Failure, Failures, Refusal, _refusal  # pyright: ignore[reportPrivateUsage]
 from rollout_workers.worker.calls import Call, Calls
 from rollout_workers.worker.spec import Identity
 from rollout_workers.worker.stream import WorkItem
@@ -145,6 +147,16 @@ def test_the_process_and_the_line_of_the_longest_call_are_named() -> None:
         called = next(w for w in flight.waits([boxed]) if w.reason == "REWARD_CALL")
     assert called.evidence.endswith("; its process in the sandbox is at judge.py:12 (judge)")
     assert (called.process, called.location) == (0, "/job/judge.py:12") and "kill" not in called.fix
+
+
+def test_samples_that_a_disk_without_inodes_refuses_have_that_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts()
+    flight = in_flight(cast(Any, parts), Calls())
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_files=9, f_favail=0))
+    for name, words, fix in ((None, "No space left", "free some"), ("/state/payload", "no inodes are left", "delete files")):
+        parts.refusal = _refusal(OSError(errno.ENOSPC, "No space left on device", name), None)
+        [found] = [wait for wait in flight.waits() if wait.reason == "DISK_FULL"]
+        assert words in found.evidence and found.fix.startswith(fix)
 
 
 def _finished(*results: Result) -> FinishedGroup:
