@@ -45,7 +45,7 @@ _MOST = 3  # addresses in a sentence
 _MOST_POLLED = 64  # descriptors
 _NAME_SERVER = ":53"  # how its address ends
 _SOURCE_CHARACTERS = 80  # of a line
-_SOURCE_BYTES = 1 << 20  # of a file, in which the line is looked for
+_SOURCE_BYTES = 1 << 20  # that are read of a file
 BLOCKED = "is blocked in the kernel"
 """How the text begins of a wait that no signal ends."""
 _LIBRARIES = tuple(
