@@ -13,7 +13,9 @@ METERS = ("rpc.server.call.duration", "rollout.samples", "rollout.train.duration
 
 def test_a_group_is_traced_from_its_issue_to_the_delivery_of_its_weights(tmp_path: Path) -> None:
     with collecting() as (collected, environment):
-        running = sim_mesh(tmp_path / "state", "seven", **environment).start()
+        running = sim_mesh(tmp_path / "state", "seven")
+        running.environment |= environment
+        running.start()
         try:
             job = Job(tmp_path / "job", steps=3)
             finish(running, submit(running, running.plan(job.write()), job))
