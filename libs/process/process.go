@@ -12,6 +12,7 @@ type Process struct {
 	PID     int
 	Command string // its name, as `ps -o comm` shows it
 	Stopped bool   // by a signal or a debugger
+	UID     int    // its real user; -1 if it has just exited
 }
 
 // local reports the IP address and port of an address, if it is one of this host.

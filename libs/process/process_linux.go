@@ -173,5 +173,19 @@ func read(pid int) Process {
 		return Process{}
 	}
 	state := strings.TrimSpace(string(text[end+1:]))
-	return Process{PID: pid, Command: string(text[begin+1 : end]), Stopped: strings.HasPrefix(state, "T") || strings.HasPrefix(state, "t")}
+	return Process{PID: pid, Command: string(text[begin+1 : end]), Stopped: strings.HasPrefix(state, "T") || strings.HasPrefix(state, "t"), UID: user(pid)}
+}
+
+// user is the real user of a process. The owner of its folder in /proc does not tell: a process can
+// make that root.
+func user(pid int) int {
+	text, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/status")
+	for line := range strings.Lines(string(text)) {
+		if ids, found := strings.CutPrefix(line, "Uid:"); found {
+			if uid, err := strconv.Atoi(strings.Fields(ids)[0]); err == nil {
+				return uid
+			}
+		}
+	}
+	return -1
 }

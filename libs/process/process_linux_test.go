@@ -22,7 +22,7 @@ func TestTheListenerOfAnAddressIsFound(t *testing.T) {
 		if host == "" {
 			host = "127.0.0.1"
 		}
-		if p, found := Listener(net.JoinHostPort(host, port)); !found || p.PID != os.Getpid() || p.Stopped {
+		if p, found := Listener(net.JoinHostPort(host, port)); !found || p.PID != os.Getpid() || p.Stopped || p.UID != os.Getuid() {
 			t.Errorf("%s: got %+v, %v", l.Addr(), p, found)
 		}
 		l.Close()

@@ -12,6 +12,7 @@ import (
 type Running struct {
 	Info    Info
 	Stopped bool // by a signal or a debugger
+	Mine    bool // of the caller's user; another may pretend to be of a control plane
 }
 
 // OnHost lists the processes of rolloutd on this host that serve, of every state folder that the
@@ -24,7 +25,7 @@ func OnHost() (out []Running) {
 		}
 		var info Info
 		if json.Unmarshal(data, &info) == nil && info.PID == p.PID {
-			out = append(out, Running{Info: info, Stopped: p.Stopped})
+			out = append(out, Running{Info: info, Stopped: p.Stopped, Mine: p.UID == os.Getuid()})
 		}
 	}
 	return out

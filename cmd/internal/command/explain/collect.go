@@ -156,7 +156,8 @@ func silent(err error) bool {
 func (c *collector) leaderless(ctx context.Context, from *client.Client) error {
 	addresses := from.Addresses(ctx)
 	for _, p := range daemon.OnHost() {
-		if p.Info.Consul == from.Registry() && !p.Stopped && !slices.Contains(addresses, p.Info.GRPC) {
+		asked := slices.Contains(addresses, p.Info.GRPC)
+		if p.Mine && p.Info.Consul == from.Registry() && !p.Stopped && !asked { // others must not get the token
 			addresses = append(addresses, p.Info.GRPC)
 		}
 	}
