@@ -221,18 +221,14 @@ func failAt(t *testing.T, update, victim string, call int, after bool) {
 
 func TestReplayThatDivergesFailsTheRun(t *testing.T) {
 	t.Parallel()
-	undisturbed := newWorld(t)
-	s, stop := begin(t, undisturbed)
-	finish(t, s)
-	stop()
 	w := newWorld(t)
-	w.fault = nth(undisturbed.trace, "Train", 4) // step 3 is after the newest snapshot, so it is made again
+	w.fault, w.only = 4, "Train" // step 3 is after the newest snapshot, so it is made again
 	w.onFault = func() {
 		w.kill(w.learner.address)
 		w.startLearner()
 		w.learner.drift = "x"
 	}
-	s, stop = begin(t, w)
+	s, stop := begin(t, w)
 	defer stop()
 	p := await(t, s, "end", func(p *learnerv1.Progress) bool { return ended(p.GetPhase()) })
 	d, _ := s.find(t.Context(), run)
@@ -249,13 +245,11 @@ func TestRetrainedWeightsAreServed(t *testing.T) {
 	for _, policy := range []string{"keep", "reissue"} {
 		t.Run(policy, func(t *testing.T) {
 			t.Parallel()
-			undisturbed := newWorld(t)
-			s, stop := begin(t, undisturbed)
-			finish(t, s)
-			stop()
 			w := newWorld(t)
+			s, stop := w.start()
+			defer stop()
 			w.apart = true
-			w.fault = nth(undisturbed.trace, "Train", 4) + 1 // one more call: the first version is loaded in two attempts, because its folder can't be opened
+			w.fault, w.only = 4, "Train"
 			w.onFault = func() {
 				w.kill(w.learner.address)
 				w.kill(w.inference.address)
@@ -264,8 +258,6 @@ func TestRetrainedWeightsAreServed(t *testing.T) {
 				w.startLearner()
 				w.learner.drift = "x"
 			}
-			s, stop = w.start()
-			defer stop()
 			req := request(t, steps)
 			req.Plan.Config.Deterministic = proto.Bool(false)
 			req.Plan.Config.Recovery = &configv1.RecoveryConfig{OldLineage: &policy}
@@ -285,13 +277,9 @@ func TestRetrainedWeightsAreServed(t *testing.T) {
 // the retrained weights.
 func TestRetrainedWeightsAreServedByWorkersThatSurvive(t *testing.T) {
 	t.Parallel()
-	undisturbed := newWorld(t)
-	s, stop := begin(t, undisturbed)
-	finish(t, s)
-	stop()
 	w := newWorld(t)
 	w.apart = true
-	w.fault = nth(undisturbed.trace, "Train", 4) + 1 // see above
+	w.fault, w.only = 4, "Train"
 	w.onFault = func() {
 		w.kill(w.learner.address)
 		w.startLearner()
@@ -306,7 +294,7 @@ func TestRetrainedWeightsAreServedByWorkersThatSurvive(t *testing.T) {
 			w.mu.Unlock()
 		})
 	}
-	s, stop = w.start()
+	s, stop := w.start()
 	defer stop()
 	req := request(t, steps)
 	req.Plan.Config.Deterministic = proto.Bool(false)
@@ -358,18 +346,6 @@ func registered(t *testing.T, s *Server, address string) {
 		}
 		<-changed
 	}
-}
-
-// nth returns the number of the n-th call with a name.
-func nth(trace []string, name string, n int) int {
-	for i, call := range trace {
-		if call == name {
-			if n--; n == 0 {
-				return i + 1
-			}
-		}
-	}
-	return 0
 }
 
 func TestStopWithDrainTakesASnapshot(t *testing.T) {

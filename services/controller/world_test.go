@@ -56,6 +56,7 @@ type world struct {
 
 	calls   int
 	fault   int            // number of the call that fails; 0: none
+	only    string         // if set, fault counts the calls with this name; others may come in another order
 	onFault func()         // what else fails
 	after   bool           // whether the call takes effect first
 	trace   []string       // names of the calls, in order
@@ -99,9 +100,11 @@ func newWorld(t *testing.T) *world {
 // at counts a call and triggers the fault. It returns whether the call takes effect, and its error.
 func (w *world) at(name string) (effect bool, err error) {
 	w.mu.Lock()
-	w.calls++
+	if w.only == "" || w.only == name {
+		w.calls++
+	}
 	w.trace = append(w.trace, name)
-	hit := w.fault != 0 && w.calls == w.fault
+	hit := w.fault != 0 && w.calls == w.fault && (w.only == "" || w.only == name)
 	full := w.full[name] > 0
 	if full {
 		w.full[name]--
