@@ -241,7 +241,8 @@ def _shown(source: str) -> str:
 def _began(pid: int) -> float:
     """When a process began, in seconds since 1970."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    up = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _is_user(file: str) -> bool:
