@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from mesh import Mesh, assert_consumed_once, mesh
+from mesh import Mesh, assert_consumed_once, mesh, until
+from planted import explained
 from sim import audited
+
+from rollout.run.v1 import run_pb2
 
 STEPS, GROUPS, SAMPLES = 8, 4, 2
 
@@ -33,7 +36,7 @@ train = "policy/episodes.jsonl"
 group_size = {SAMPLES}
 [multistep]
 environment = "environments.py:CartPole"
-environments = 4
+environments = 6
 chunk = 2
 max_steps = 60
 [algorithm.ppo]
@@ -81,6 +84,49 @@ def test_kills_of_each_process_change_no_digest(reference: str, config: Path, tm
             os.kill(workers[kind].pid, signal.SIGKILL)
         running.finish(run)
         assert check(running, run) == reference
+
+
+HOSTED = ("engine.workers=2", "multistep.environments=12", "multistep.environment_workers=3")
+"""Each of two rollout ranks has rows of two environment ranks, and the second environment rank has
+rows of both."""
+
+
+def environment_worker(status: run_pb2.RunStatus, number: int) -> run_pb2.Worker:
+    return next(worker for worker in status.workers if worker.worker_id == f"environment-{number}")
+
+
+@pytest.mark.timeout(600)
+def test_environment_workers_change_no_digest_also_if_they_are_killed(reference: str, config: Path, tmp_path: Path) -> None:
+    with mesh(tmp_path) as running:
+        run = running.submit(config, *HOSTED)
+        for kind, number, step in (("inference", 0, 1), ("environment", 1, 3), ("environment", 0, 5)):
+            workers = {worker.worker_id: worker for worker in running.until_step(run, step).workers}
+            assert sorted(name for name in workers if name.startswith("environment")) == [f"environment-{n}" for n in range(3)]
+            os.kill(workers[f"{kind}-{number}"].pid, signal.SIGKILL)
+        running.finish(run)
+        assert check(running, run) == reference
+        logs = (Path(running.status(run).run.directory) / "workers").glob("inference-*.log")
+        assert any("its open episodes begin again" in log.read_text() for log in logs)
+        assert replay(running, run)["same"]
+
+
+def stopped(root: dict) -> bool:
+    return root["reason"] == "WORKER_STOPPED" and "environment-2" in root["evidence"]
+
+
+@pytest.mark.timeout(600)
+def test_a_stopped_environment_worker_is_named(config: Path, tmp_path: Path) -> None:
+    with mesh(tmp_path) as running:
+        run = running.submit(config, *HOSTED)
+        worker = environment_worker(running.until_step(run, 1), 2)
+        assert worker.healthy
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            until(lambda: stopped(explained(running, run)["chain"][-1]), "the stopped worker to be the root cause", 25)
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        running.finish(run)
+        check(running, run)
 
 
 def test_another_seed_gives_another_digest(reference: str, config: Path, tmp_path: Path) -> None:

@@ -327,11 +327,17 @@ func (e *explainer) sampling() {
 	var idle, hindered []*runv1.Worker
 	sampling := map[string]bool{}
 	for _, w := range e.Status.GetWorkers() {
-		if w.GetKind() != "inference" || w.GetReserved() {
+		if w.GetKind() != "inference" && w.GetKind() != "environment" || w.GetReserved() {
 			continue
 		}
 		sampling[w.GetWorkerId()] = true
 		if !w.GetHealthy() {
+			continue
+		}
+		if w.GetKind() == "environment" { // groups are with the inference workers
+			if hindrance(w) != nil {
+				hindered = append(hindered, w)
+			}
 			continue
 		}
 		groups := slices.DeleteFunc(slices.Clone(w.GetWaits()), func(w *waitv1.Wait) bool { return w.GetGroups() == 0 || w.GetFailures() > 0 })
@@ -362,6 +368,8 @@ func (e *explainer) sampling() {
 		e.failing(failed)
 	case len(hindered) > 0 && (slowest == nil || e.took(slowest.wait) < obvious || !passing(hindrance(hindered[0]))):
 		e.add(hindrance(hindered[0]))
+	case gone != nil && slowest != nil && slowest.wait.GetReason() == wait.EnvironmentWorker && slices.Contains(gone.GetSubjects(), slowest.wait.GetOwner()):
+		e.workers(gone)
 	case slowest != nil && (gone == nil || e.took(slowest.wait) >= obvious):
 		e.doing(slowest)
 	case gone != nil:

@@ -81,6 +81,11 @@ func failures(reason string, seconds float64, count uint32, evidence string, pos
 	return w
 }
 
+// withEnvironment adds an environment worker.
+func withEnvironment(s *State) {
+	s.Status.Workers = append(s.Status.Workers, &runv1.Worker{WorkerId: "environment-0", Kind: "environment", Healthy: true, Pid: 104})
+}
+
 // with puts groups into inference-2.
 func with(waits ...*waitv1.Wait) func(*State) {
 	return func(s *State) { s.Status.Workers[1].Waits = waits }
@@ -151,6 +156,17 @@ var stalls = []struct {
 	{"a tool is slow", []func(*State){with(groups("TOOL_CALL", "search", 28, 30, "the call of the tool search has taken 28 s of 30 s", 91))}, "TOOL_CALL"},
 	{"a sandbox hangs", []func(*State){with(groups("TOOL_CALL", "python", 119, 120, "the call of the tool python has taken 119 s of 120 s", 91), groups("SLOT", "inference-2", 300, 0, "the groups wait for a free slot of the engine, for 300 s", 97))}, "TOOL_CALL"},
 	{"an environment computes forever", []func(*State){with(groups("ENVIRONMENT_STEP", "game.py:Game", 61, 300, "the environment game.py:Game has computed a step for 61 s of 300 s", 88, 97))}, "ENVIRONMENT_STEP"},
+	{"an environment worker is lost and starts again", []func(*State){
+		withEnvironment, with(groups("ENVIRONMENT_WORKER", "environment-0", 61, 0, "environment-0 has not answered for 61 s", 88, 97)),
+		away(3, "scheduler", "WORKER_RESTARTING", "environment-0 to be restarted (scheduler): it was ended by signal killed"),
+	}, "WORKER_RESTARTING"},
+	{"an environment worker is stopped", []func(*State){
+		withEnvironment, with(groups("ENVIRONMENT_WORKER", "environment-0", 61, 0, "environment-0 has not answered for 61 s", 88, 97)),
+		hindered(3, waiting("user", "WORKER_STOPPED", 60, "the process of environment-0 (104) is stopped by a signal or a debugger", "continue it: `kill -CONT 104`")),
+	}, "WORKER_STOPPED"},
+	{"an environment worker does not answer", []func(*State){
+		withEnvironment, with(groups("ENVIRONMENT_WORKER", "environment-0", 61, 0, "environment-0 has not answered for 61 s", 88, 97)),
+	}, "ENVIRONMENT_WORKER"},
 	{"the reward raises for the missing prompts", []func(*State){with(
 		groups("REWARD_CALL", "judge.py:judge", 1, 60, "the reward call to judge.py:judge has taken 1 s of 60 s", 97),
 		failures("REWARD_RAISED", 3, 5, "5 attempts failed on inference-2: judge.py:12: KeyError: 'unit'", 88, 91),

@@ -65,10 +65,12 @@ const (
 	RewardCall      = "REWARD_CALL"
 	ToolCall        = "TOOL_CALL"
 	EnvironmentStep = "ENVIRONMENT_STEP"
-	Publish         = "PUBLISH"
-	Weights         = "WEIGHTS" // newer ones; of the gateway too
-	Slot            = "SLOT"    // of the engine; of the gateway too
-	Prepare         = "PREPARE"
+	// EnvironmentWorker: an environment worker has not answered; the owner is its id.
+	EnvironmentWorker = "ENVIRONMENT_WORKER"
+	Publish           = "PUBLISH"
+	Weights           = "WEIGHTS" // newer ones; of the gateway too
+	Slot              = "SLOT"    // of the engine; of the gateway too
+	Prepare           = "PREPARE"
 
 	PluginRestarting = "PLUGIN_RESTARTING" // a sidecar has ended, and starts again
 	PluginBlocked    = "PLUGIN_BLOCKED"    // a sidecar answered nothing, and was ended

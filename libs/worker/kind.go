@@ -59,9 +59,11 @@ var (
 		},
 		Threads: func(c *configv1.RunConfig) (uint32, int) { return 0, max(1, int(c.GetEngine().GetWorkers())) },
 	}
-	// Environment hosts environments for rollout workers of other processes. People start it, not a
-	// supervisor.
-	Environment = Kind{Name: "environment"}
+	// Environment hosts environments for the rollout workers of other processes.
+	Environment = Kind{
+		Name:  "environment",
+		Count: func(c *configv1.RunConfig) int { return int(c.GetMultistep().GetEnvironmentWorkers()) },
+	}
 	// Trackers writes metrics to the trackers of [sinks]. It is not supervised: a run does not depend
 	// on it.
 	Trackers = Kind{Name: "sinks", Detached: true}

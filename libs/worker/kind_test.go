@@ -31,6 +31,22 @@ func TestKindsAreThoseOfPython(t *testing.T) {
 	}
 }
 
+// A run with environment workers has as many as `multistep.environment_workers`.
+func TestEnvironmentWorkers(t *testing.T) {
+	t.Parallel()
+	acts := &configv1.RunConfig{Multistep: &configv1.MultistepConfig{EnvironmentWorkers: proto.Uint32(2)}}
+	for name, c := range map[string]struct {
+		config *configv1.RunConfig
+		want   int
+	}{
+		"with": {acts, 2}, "in the inference workers": {&configv1.RunConfig{Multistep: &configv1.MultistepConfig{}}, 0}, "of a language model": {&configv1.RunConfig{}, 0},
+	} {
+		if got := worker.Environment.Count(c.config); got != c.want {
+			t.Errorf("%s: %d environment workers, want %d", name, got, c.want)
+		}
+	}
+}
+
 // A run that trains on rows samples for evaluations with a reward only. Without them it has no
 // inference worker and no reward worker.
 func TestRunsThatDoNotSampleHaveNoInferenceWorkers(t *testing.T) {

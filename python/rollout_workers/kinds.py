@@ -155,7 +155,7 @@ WORKERS: Mapping[str, LinkedKind | DetachedKind] = MappingProxyType(
         "sinks": DetachedKind(_trackers),
     }
 )
-"""Workers of a run, which the scheduler starts with a spec; people start ``environment``."""
+"""Workers of a run, which the scheduler starts with a spec."""
 
 COMMANDS: Mapping[str, Callable[[str], NoReturn]] = MappingProxyType(
     {

@@ -51,6 +51,8 @@ func (w workerView) activity() string {
 		return "is being restarted: it " + w.why
 	case w.process == "":
 		return "is being started"
+	case !w.healthy() && w.kind == worker.Environment.Name:
+		return "starts and makes its environments"
 	case !w.healthy():
 		return "starts and loads the model"
 	}
@@ -102,6 +104,9 @@ func (f *fleet) absent(run string) *absence {
 		}
 		f.summary.learner = f.summary.learner || w.kind == worker.Learner.Name
 		what := cause{wait.Worker, wait.WorkerLoading, "to load the model (worker process)"}
+		if w.kind == worker.Environment.Name {
+			what.what = "to make its environments (worker process)"
+		}
 		if w.served {
 			what = cause{wait.Worker, wait.WorkerUnregistered, "to register again or exit: it left the registry (worker process)"}
 		}

@@ -131,6 +131,8 @@ class InFlight:
 
     def _of_episode(self, episode: tuple[str, float], row: bytes) -> Doing:
         doing, since = episode
+        if doing.startswith("environment-"):
+            return Doing("ENVIRONMENT_WORKER", doing, since, 0.0)
         if doing != "ENVIRONMENT_STEP":
             return Doing(doing, "", since, 0.0)
         call = self.calls.of(row)
@@ -204,6 +206,13 @@ class InFlight:
                     f"the environment {name or 'of the run'} has computed a step for {taken}",
                     f"see why it is slow: {logs}; after the limit (environment.turn_timeout_seconds) the samples fail "
                     "and are retried",
+                )
+            case "ENVIRONMENT_WORKER":
+                return (
+                    name,
+                    f"{name} has not answered for {taken}",
+                    f"see its output: `rollout logs worker {self.who.run} {name}`; a worker that is lost is restarted, and its "
+                    "open episodes begin again",
                 )
             case "GENERATE":
                 speed = self.speed()

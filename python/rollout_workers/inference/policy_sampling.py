@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nats.aio.client import Client
 
 from rollout.algorithm import settings_of
 from rollout.config.v1.run_config_pb2 import RunConfig
@@ -22,6 +23,7 @@ from rollout_workers.multistep.channel import MemoryChannel
 from rollout_workers.multistep.encode import RecordedReceipts, encode_played
 from rollout_workers.multistep.engine import PolicyEngine
 from rollout_workers.multistep.episodes import EpisodeRank
+from rollout_workers.multistep.hosting import channels_of
 from rollout_workers.multistep.link import REPEAT_SECONDS, CommandLink, host_episodes
 from rollout_workers.multistep.player import ByRow, Played, Player
 from rollout_workers.multistep.policy import load_policy
@@ -29,6 +31,7 @@ from rollout_workers.multistep.worker import MultiStepRolloutWorker
 from rollout_workers.worker.spec import is_deterministic, model_directory
 
 ROW_INVALID = "ROW_INVALID"
+_FOREVER = 1e9  # seconds
 _SEEDS = (1 << 31) - 1  # environments may pass their seed to a generator of 32 bits
 
 
@@ -60,6 +63,14 @@ def turn_seconds(config: RunConfig) -> float:
     return config.multistep.chunk * config.environment.turn_timeout_seconds
 
 
+def receive_seconds(config: RunConfig) -> float:
+    """How long a rollout rank waits for its environments. An environment worker limits a turn
+    itself, and the scheduler replaces one that is lost or hangs."""
+    if config.multistep.environment_workers:
+        return _FOREVER
+    return 3 * turn_seconds(config)  # its environments may have to be replaced
+
+
 def worker_config(config: RunConfig, rank: int) -> dict[str, Any]:
     """The config of :class:`MultiStepRolloutWorker` for one inference worker of a run."""
     multistep, workers = config.multistep, max(1, config.engine.workers)
@@ -67,10 +78,10 @@ def worker_config(config: RunConfig, rank: int) -> dict[str, Any]:
         "rollout": {
             "rank": rank,
             "world_size": workers,
-            "receive_timeout_seconds": 3 * turn_seconds(config),  # its environments may have to be replaced
+            "receive_timeout_seconds": receive_seconds(config),
         },
         "env": {
-            "world_size": workers,
+            "world_size": multistep.environment_workers or workers,
             "train": {"total_num_envs": multistep.environments, "auto_reset": True},
         },
         "actor": {"model": {"num_action_chunks": multistep.chunk}},
@@ -94,9 +105,10 @@ class PlayRunner:
 
     saves_episodes = False
 
-    def __init__(self, player: Player, sampled: Callable[[str], None]) -> None:
-        """sampled: called with the key of a task when one of its episodes has ended."""
-        self._player, self._sampled = player, sampled
+    def __init__(self, player: Player, sampled: Callable[[str], None], silent: Callable[[], Mapping[int, float]] = dict) -> None:
+        """sampled: called with the key of a task when one of its episodes has ended. silent: the
+        environment workers that have not answered, and since when."""
+        self._player, self._sampled, self._silent = player, sampled, silent
 
     async def run(self, tasks: Sequence[Task], kept: Sequence[Any] = ()) -> AsyncGenerator[list[PlayedGroup], None]:
         """Yield groups when they finish. Closing the iterator stops the others."""
@@ -111,8 +123,12 @@ class PlayRunner:
             await asyncio.gather(*groups, return_exceptions=True)
 
     def doing(self) -> dict[str, tuple[str, float]]:
-        """``ENVIRONMENT_STEP`` for each open task, and since when its oldest episode is played."""
+        """``ENVIRONMENT_STEP`` for each open task, and since when its oldest episode is played; or
+        ``environment-N`` if that worker has not answered, and since when."""
         found: dict[str, tuple[str, float]] = {}
+        if silent := self._silent():
+            since, rank = min((since, rank) for rank, since in silent.items())
+            return {episode.key: (f"environment-{rank}", since) for episode in self._player.open()}
         for episode in self._player.open():
             if episode.key not in found or episode.since < found[episode.key][1]:
                 found[episode.key] = "ENVIRONMENT_STEP", episode.since
@@ -166,33 +182,41 @@ class PlaySampler(Sampler):
 
 @dataclass(frozen=True, slots=True)
 class Playing:
-    """A player with the tasks that keep it and its environments going."""
+    """A player with the tasks that keep it and its environments going. silent: the environment
+    workers that have not answered, and since when."""
 
     player: Player
+    silent: Callable[[], Mapping[int, float]]
     tasks: tuple[asyncio.Task[None], ...]
     close: Callable[[], None]
 
 
-async def start_playing(spec: WorkerSpec, model: Policy) -> Playing:
-    """Make the environments of this worker, and start to play in them. Raises the errors of
-    ``maker``."""
+async def start_playing(spec: WorkerSpec, model: Policy, client: Client) -> Playing:
+    """Start to play: in the environments of the run's environment workers, or in those of this
+    worker, which are made. Raises the errors of ``maker``."""
     config = spec.plan.config
     rank = int(spec.worker_id.rpartition("-")[2])
     worker = MultiStepRolloutWorker(worker_config(config, rank))
     by_row = ByRow(model.policy) if is_deterministic(config) else None
     worker.init_worker(by_row or model.policy)
-    rows = model.engine.slots
-    hosted = await asyncio.to_thread(_environments, spec, rows)
-    commands, answers = MemoryChannel(), MemoryChannel()
+    close: Callable[[], None] = _nothing
+    tasks: list[asyncio.Task[None]] = []
+    if config.multistep.environment_workers:
+        commands, answers = channels_of(client, spec.run_id, spec.incarnation)
+    else:
+        hosted = await asyncio.to_thread(_environments, spec, model.engine.slots)
+        close = hosted.close
+        commands, answers = MemoryChannel(), MemoryChannel()
+        hosting = host_episodes(hosted, commands, answers, rank, rank, limit_seconds=turn_seconds(config))
+        tasks.append(asyncio.create_task(hosting, name="environments"))
     link = CommandLink(commands, answers, rank, worker.settings.peers["train"], repeat_seconds=REPEAT_SECONDS)
     player = Player(worker, link, model.engine, by_row=by_row)
-    tasks = (
-        asyncio.create_task(
-            host_episodes(hosted, commands, answers, rank, rank, limit_seconds=turn_seconds(config)), name="environments"
-        ),
-        asyncio.create_task(player.run(), name="player"),
-    )
-    return Playing(player, tasks, hosted.close)
+    tasks.append(asyncio.create_task(player.run(), name="player"))
+    return Playing(player, link.silent, tuple(tasks), close)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _environments(spec: WorkerSpec, rows: int) -> EpisodeRank:

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from nats.aio.client import Client
+
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.inference.v1 import inference_pb2 as pb
 from rollout.run.v1.run_pb2 import WorkerSpec
@@ -38,6 +40,16 @@ class PolicyContext:
     throughput: Throughput
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the process of a worker has before its pipeline. client: of the run's NATS."""
+
+    client: Client
+    publisher: Publisher
+    services: Services
+    lifecycle: Lifecycle
+
+
 class NoGeneration:
     """Refuses prompts. See ``Generation``."""
 
@@ -60,26 +72,24 @@ async def open_pipeline(
     who: Identity,
     model: Policy,
     receipts: EngineReceipts,
-    publisher: Publisher,
-    services: Services,
-    lifecycle: Lifecycle,
+    parts: Parts,
     cleanup: AsyncExitStack,
 ) -> tuple[PolicyContext, Pipeline]:
     """Make the environments and the pipeline of a worker. Raises ``EnvironmentChanged``, and the
     errors of ``start_playing``."""
     config = spec.plan.config
-    Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, environment=True).verify_running()
-    playing = await start_playing(spec, model)
+    Pinned(spec.plan.inputs, spec.base_dir, parts.lifecycle.crash, environment=True).verify_running()
+    playing = await start_playing(spec, model, parts.client)
     cleanup.callback(playing.close)
     for task in playing.tasks:
-        task.add_done_callback(lambda done: _crash(lifecycle, done))
+        task.add_done_callback(lambda done: _crash(parts.lifecycle, done))
         cleanup.callback(task.cancel)
     context = PolicyContext(who, config, model, receipts, Throughput(model.engine.stats))
     rows, size = model.engine.slots, config.sampling.group_size
     puller = Puller(receipts, capacity=capacity(rows, size), slots=rows, group_size=size, prepare=_no_preparation)
-    outlet = Outlet(publisher, services, context.throughput, puller)
-    runner = PlayRunner(playing.player, puller.sampled)
-    sampler = PlaySampler(who, runner, receipts, outlet, services, puller, config.limits.min_group_size)
+    outlet = Outlet(parts.publisher, parts.services, context.throughput, puller)
+    runner = PlayRunner(playing.player, puller.sampled, playing.silent)
+    sampler = PlaySampler(who, runner, receipts, outlet, parts.services, puller, config.limits.min_group_size)
     return context, Pipeline(puller, sampler)
 
 

@@ -128,7 +128,8 @@ async def run_inference_worker(
         else:
             from rollout_workers.inference import policy_serving as serving
 
-            context, pipeline = await serving.open_pipeline(spec, who, model, receipts, publisher, services, lifecycle, cleanup)
+            given = serving.Parts(client, publisher, services, lifecycle)
+            context, pipeline = await serving.open_pipeline(spec, who, model, receipts, given, cleanup)
             pauses = Pauses(model.engine, pipeline.puller)
             in_flight = InFlight(
                 who,

@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
+from nats.aio.client import Client
+
 from rollout.environments.acting import maker
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.multistep.channel import Channel
@@ -17,6 +19,7 @@ from rollout_workers.multistep.errors import SettingsInvalid
 from rollout_workers.multistep.link import host_episodes
 from rollout_workers.multistep.nats_channel import NatsChannel
 from rollout_workers.multistep.ranks import Peer, mapped_ranks
+from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.worker.bus import Reconnects, connect_worker
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.registration import Registration
@@ -26,16 +29,16 @@ from rollout_workers.worker.tls import of_mesh
 
 log = logging.getLogger(__name__)
 
-COMMANDS, ANSWERS = "commands", "answers"
-"""The channels of a run: from rollout ranks to environment ranks, and back."""
 _GRACE_SECONDS = 2.0
+_SILENCE_SECONDS = 5.0
 
 
 def ranks_of(spec: WorkerSpec, environ: Mapping[str, str] = os.environ) -> tuple[int, tuple[Peer, ...]]:
     """The environment rank of a worker, which is its number, and the rollout ranks that it is
-    mapped to. There are ``WORLD_SIZE`` environment ranks, by default one. Raises
-    :class:`SettingsInvalid`."""
-    given, number = environ.get("WORLD_SIZE", "1"), spec.worker_id.rpartition("-")[2]
+    mapped to. There are ``multistep.environment_workers`` environment ranks, or ``WORLD_SIZE`` if
+    no scheduler starts them, by default one. Raises :class:`SettingsInvalid`."""
+    scheduled, number = spec.plan.config.multistep.environment_workers, spec.worker_id.rpartition("-")[2]
+    given = str(scheduled) if scheduled else environ.get("WORLD_SIZE", "1")
     if not given.isdecimal() or int(given) < 1:
         raise SettingsInvalid(f"WORLD_SIZE={given} is not an integer of at least 1")
     if not number.isdecimal():
@@ -48,10 +51,21 @@ def ranks_of(spec: WorkerSpec, environ: Mapping[str, str] = os.environ) -> tuple
         raise SettingsInvalid(f"multistep.environments of WORLD_SIZE={given} environment workers: {error}") from error
 
 
+def channels_of(client: Client, run: str, incarnation: int) -> tuple[NatsChannel, NatsChannel]:
+    """The channels of a run for commands of rollout ranks to environment ranks, and for answers.
+    Another incarnation has others, so the processes of two incarnations don't exchange anything."""
+    return _channel(client, run, f"commands-{incarnation}"), _channel(client, run, f"answers-{incarnation}")
+
+
+def _channel(client: Client, run: str, name: str) -> NatsChannel:
+    return NatsChannel(client, run, name, silence_seconds=_SILENCE_SECONDS)
+
+
 async def run_environment_worker(spec: WorkerSpec, who: Identity, lifecycle: Lifecycle) -> None:
     """Make the environments, register, and answer commands until ``lifecycle`` ends. Raises
-    :class:`SettingsInvalid` and the errors of ``maker``."""
+    :class:`SettingsInvalid`, ``EnvironmentChanged``, and the errors of ``maker``."""
     rank, peers = ranks_of(spec)
+    Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, environment=True).verify_running()
     hosted = await lifecycle.unless_leaving(asyncio.create_task(asyncio.to_thread(_make, spec, peers)))
     if hosted is None or lifecycle.leaving:
         return
@@ -62,8 +76,8 @@ async def run_environment_worker(spec: WorkerSpec, who: Identity, lifecycle: Lif
         if client is None:
             return
         cleanup.push_async_callback(client.close)
-        commands, answers = NatsChannel(client, spec.run_id, COMMANDS), NatsChannel(client, spec.run_id, ANSWERS)
-        tasks = [_host(host, peer, rank, spec, (commands, answers), lifecycle) for host, peer in zip(hosted, peers, strict=True)]
+        channels = channels_of(client, spec.run_id, spec.incarnation)
+        tasks = [_host(host, peer, rank, spec, channels, lifecycle) for host, peer in zip(hosted, peers, strict=True)]
         server = Server(spec.peer_token, tls=of_mesh(spec))
         registration = Registration.of(spec, who, await server.start([]), lifecycle)
         await asyncio.to_thread(registration.start)

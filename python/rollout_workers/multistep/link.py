@@ -9,13 +9,14 @@ import math
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rollout_workers.multistep.channel import Channel
 from rollout_workers.multistep.episodes import LOST, TIMEOUT, EpisodeRank
-from rollout_workers.multistep.errors import ChannelFull
+from rollout_workers.multistep.errors import ChannelFull, PeerLost
 from rollout_workers.multistep.ranks import Peer, channel_key
 
 T = TypeVar("T")
@@ -48,12 +49,19 @@ class CommandLink:
         self._sent: dict[str, tuple[str, dict[str, Any]]] = {}  # by key of the answers: key and command
         self._first: dict[str, int] = {}
         self._rows: dict[str, int] = {}
+        self._ranks = {channel_key(peer.rank, rank, MODE): peer.rank for peer in peers}
+        self._silent: dict[str, float] = {}  # by key of the answers: since when, seconds since 1970
         first = 0
         for peer in peers:
             key = channel_key(peer.rank, rank, MODE)
             self._first[key], self._rows[key] = first, peer.rows
             first += peer.rows
         self._out = {channel_key(rank, peer.rank, MODE): channel_key(peer.rank, rank, MODE) for peer in peers}
+
+    def silent(self) -> dict[int, float]:
+        """The environment ranks that have not answered and show no life, and when the command was
+        sent, in seconds since 1970."""
+        return {self._ranks[key]: since for key, since in self._silent.items()}
 
     def begin(self) -> None:
         """Begin the next turn."""
@@ -79,19 +87,7 @@ class CommandLink:
         self._commands.put(command, key)
 
     async def get(self, key: str) -> Any:
-        repeat = self._repeat
-        while True:
-            try:
-                async with asyncio.timeout(repeat):
-                    answer = await self._answers.get(key)
-            except TimeoutError:
-                repeat = min(2 * repeat, _MOST_REPEAT_SECONDS)
-                out, command = self._sent[key]
-                with contextlib.suppress(ChannelFull):  # the next process takes what the channel holds
-                    self._commands.put(command, out)
-                continue
-            if answer["turn"] == self._turn and answer["sender"] == self._sender:
-                break
+        answer = await self._answer(key)
         first, rows = self._first[key], self._rows[key]
         self.failures |= {first + row: failure for row, failure in answer["failures"].items()}
         host = self._hosts.setdefault(key, answer["host"])
@@ -102,6 +98,27 @@ class CommandLink:
             self.failures = {row: why for row, why in lost.items() if row not in self.resets} | self.failures
         self.played.append(answer["played"])
         return answer["batch"]
+
+    async def _answer(self, key: str) -> Any:
+        """The answer to the command of this turn, which is sent again until it arrives."""
+        repeat, asked = self._repeat, time.time()
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(repeat):
+                        answer = await self._answers.get(key)
+                except (TimeoutError, PeerLost) as error:
+                    if isinstance(error, PeerLost):  # another process will take its place
+                        self._silent.setdefault(key, asked)
+                    repeat = min(2 * repeat, _MOST_REPEAT_SECONDS)
+                    out, command = self._sent[key]
+                    with contextlib.suppress(ChannelFull):  # the next process takes what the channel holds
+                        self._commands.put(command, out)
+                    continue
+                if answer["turn"] == self._turn and answer["sender"] == self._sender:
+                    return answer
+        finally:
+            self._silent.pop(key, None)
 
 
 async def host_episodes(
@@ -116,7 +133,10 @@ async def host_episodes(
     thread, replaced = _DaemonThread(), False
     try:
         while True:
-            command = await commands.get(channel_key(peer, own, MODE))
+            try:
+                command = await commands.get(channel_key(peer, own, MODE))
+            except PeerLost:  # it may not have started, or another process takes its place
+                continue
             failures: dict[int, tuple[str, str]] = {}
             while True:
                 try:

@@ -95,6 +95,16 @@ def test_each_group_is_in_one_wait_and_the_longest_comes_first() -> None:
     assert steps == [[82, 83]], "the call has returned"
 
 
+def test_an_environment_worker_that_shows_no_life_is_named() -> None:
+    class Playing(Parts):
+        def doing(self) -> dict[str, tuple[str, float]]:
+            return {key: ("environment-1", time.time() - 7) for key in super().doing()}
+
+    found = next(w for w in in_flight(cast(Any, Playing()), Calls()).waits() if w.reason == "ENVIRONMENT_WORKER")
+    assert (found.owner, found.limit_seconds, list(found.positions), found.groups) == ("environment-1", 0, [82, 83, 84], 3)
+    assert found.evidence == "environment-1 has not answered for 7 s" and "`rollout logs worker run-1 environment-1`" in found.fix
+
+
 def test_an_evaluation_names_what_it_does_longest_and_no_groups() -> None:
     calls, now = Calls(), time.time()
     rows = [(("GENERATE", now - 3), b"a"), (("ENVIRONMENT_STEP", now - 40), b"b")]

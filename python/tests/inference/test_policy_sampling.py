@@ -52,7 +52,7 @@ def policy() -> Policy:
 
 
 async def test_a_malformed_row_fails_its_own_group_only(tmp_path: Path) -> None:
-    playing = await start_playing(spec(tmp_path), policy())
+    playing = await start_playing(spec(tmp_path), policy(), cast(Any, None))
     sampled: list[str] = []
     runner = PlayRunner(playing.player, sampled.append)
     rows = [b'{"seed": 3, "options": {"wind": 2}}', b"{", b'{"seed": "three"}', b"[1]", b'{"options": 2}', b'{"seed": null}']
@@ -94,7 +94,7 @@ async def test_the_event_loop_runs_while_environments_are_made(tmp_path: Path) -
             await asyncio.sleep(0.01)
 
     beating = asyncio.create_task(beat())
-    playing = await start_playing(spec(tmp_path, sleep=0.5), policy())
+    playing = await start_playing(spec(tmp_path, sleep=0.5), policy(), cast(Any, None))
     assert beats > 5
     for task in (beating, *playing.tasks):
         task.cancel()

@@ -20,10 +20,10 @@ from rollout_testing.credential import peer_token, worker_token
 from rollout_testing.daemon import Daemon
 from rollout_testing.services import passing
 from rollout_testing.waiting import until
-from rollout_workers.multistep import MemoryChannel, MultiStepRolloutWorker, NatsChannel, SettingsInvalid
+from rollout_workers.multistep import MemoryChannel, MultiStepRolloutWorker, SettingsInvalid
 from rollout_workers.multistep.engine import PolicyEngine
 from rollout_workers.multistep.episodes import EpisodeRank
-from rollout_workers.multistep.hosting import ANSWERS, COMMANDS, ranks_of
+from rollout_workers.multistep.hosting import channels_of, ranks_of
 from rollout_workers.multistep.link import CommandLink, host_episodes
 from rollout_workers.multistep.player import ByRow, Played, Player
 from rollout_workers.worker.bus import connect
@@ -132,8 +132,8 @@ async def test_a_killed_environment_worker_loses_no_episode_and_repeats_none(dae
     tasks: list[asyncio.Task[None]] = []
     try:
         for rank in range(ROLLOUTS):
-            channels = [NatsChannel(client, RUN, name, silence_seconds=60.0) for name in (COMMANDS, ANSWERS)]
-            players.append(rollout_worker(rank, (channels[0], channels[1]), rows=ROWS, ranks=ENVIRONMENTS, rollouts=ROLLOUTS))
+            channels = channels_of(client, RUN, incarnation=1)
+            players.append(rollout_worker(rank, channels, rows=ROWS, ranks=ENVIRONMENTS, rollouts=ROLLOUTS))
             tasks.append(asyncio.create_task(players[-1][0].run()))
         await until(lambda: len(passing(daemon, "environment-worker")) == ENVIRONMENTS)
         games = [asyncio.create_task(play(player, list(range(EPISODES))[n::ROLLOUTS])) for n, (player, _) in enumerate(players)]

@@ -80,6 +80,13 @@ var multistepRules = []traitRule{
 			return c.GetMultistep().GetEnvironments()%max(1, c.GetEngine().GetWorkers()) != 0
 		},
 	),
+	whereMultistep(
+		"run_config.multistep_environment_workers", "`multistep.environments` must be a multiple of `multistep.environment_workers`",
+		[]string{"multistep.environments", "multistep.environment_workers"},
+		func(c *configv1.RunConfig) bool {
+			return c.GetMultistep().GetEnvironments()%max(1, c.GetMultistep().GetEnvironmentWorkers()) != 0
+		},
+	),
 }
 
 // whereMultistep is a rule of runs with `[multistep]`.

@@ -306,8 +306,11 @@ type MultistepConfig struct {
 	// Whether the Python code in the folder of the model may run. The class of `ActorCritic` needs
 	// none.
 	TrustRemoteCode *bool `protobuf:"varint,8,opt,name=trust_remote_code,json=trustRemoteCode,proto3,oneof" json:"trust_remote_code,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Processes that host the environments, of which `environments` is a multiple. 0: the inference
+	// workers host them.
+	EnvironmentWorkers *uint32 `protobuf:"varint,9,opt,name=environment_workers,json=environmentWorkers,proto3,oneof" json:"environment_workers,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *MultistepConfig) Reset() {
@@ -394,6 +397,13 @@ func (x *MultistepConfig) GetTrustRemoteCode() bool {
 		return *x.TrustRemoteCode
 	}
 	return false
+}
+
+func (x *MultistepConfig) GetEnvironmentWorkers() uint32 {
+	if x != nil && x.EnvironmentWorkers != nil {
+		return *x.EnvironmentWorkers
+	}
+	return 0
 }
 
 // GateConfig sets a condition over a metric, and what follows the first step after which it holds.
@@ -3112,7 +3122,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
 	"\x05_modeB\x10\n" +
-	"\x0e_deterministic\"\xcd\x06\n" +
+	"\x0e_deterministic\"\xac\a\n" +
 	"\x0fMultistepConfig\x12G\n" +
 	"\venvironment\x18\x01 \x01(\tB \xbaH\n" +
 	"\xc8\x01\x01r\x05\x10\x01\x18\x80\b\xca\xda\x18\x0f\x12\r\"CartPole-v1\"H\x00R\venvironment\x88\x01\x01\x124\n" +
@@ -3130,7 +3140,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
 	"\"standard\"H\x06R\rbootstrapType\x88\x01\x01\x12<\n" +
 	"\x11trust_remote_code\x18\b \x01(\bB\v\xca\xda\x18\a\n" +
-	"\x05falseH\aR\x0ftrustRemoteCode\x88\x01\x01:\xad\x01\xd2\xda\x18\xa8\x01J\x1b\n" +
+	"\x05falseH\aR\x0ftrustRemoteCode\x88\x01\x01\x12E\n" +
+	"\x13environment_workers\x18\t \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
+	"\x010H\bR\x12environmentWorkers\x88\x01\x01:\xad\x01\xd2\xda\x18\xa8\x01J\x1b\n" +
 	"\x13algorithm.ppo.gamma\x12\x040.99J#\n" +
 	"\x1calgorithm.ppo.kl_coefficient\x12\x030.0J\x1f\n" +
 	"\x18algorithm.ppo.value_clip\x12\x030.0J&\n" +
@@ -3144,7 +3156,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"_max_stepsB\x0e\n" +
 	"\f_reward_typeB\x11\n" +
 	"\x0f_bootstrap_typeB\x14\n" +
-	"\x12_trust_remote_code\"\xa8\x01\n" +
+	"\x12_trust_remote_codeB\x16\n" +
+	"\x14_environment_workers\"\xa8\x01\n" +
 	"\n" +
 	"GateConfig\x12=\n" +
 	"\x04when\x18\x01 \x01(\tB$\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x16\x12\x14\"eval/reward >= 0.8\"H\x00R\x04when\x88\x01\x01\x12G\n" +
