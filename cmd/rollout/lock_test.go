@@ -147,3 +147,27 @@ func TestPlanOK(t *testing.T) {
 	golden(t, "testdata/plan/unwritable.txt", anonymous(execute(t, plane, "plan", "--config", config, "-o", filepath.Join(dir, "nowhere", "p.lock")).text(), dir))
 	golden(t, "testdata/plan/no-config.txt", anonymous(execute(t, plane, "plan", "--config", filepath.Join(dir, "gone.toml")).text(), dir))
 }
+
+func TestThePredictedMemory(t *testing.T) {
+	t.Parallel()
+	dir := project(t)
+	plane := realPlanner(t)
+	config := filepath.Join(dir, "run.toml")
+	explain := func(name string, args ...string) {
+		t.Helper()
+		golden(t, "testdata/plan/memory-"+name, anonymous(execute(t, plane, append([]string{"plan", "--config", config}, args...)...).text(), dir))
+	}
+	explain("unknown.txt", "--explain-memory")
+	write(t, filepath.Join(dir, "model", "config.json"), `{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 64, "vocab_size": 54,
+		"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}`)
+	explain("cpu.txt", "--explain-memory")
+	explain("cpu.json", "--explain-memory", "--format", "json")
+	explain("gpus.txt", "--gpus", "2x80GB", "--set", "train.ranks=2", "--set", `train.optimizer="adamw"`, "--set", `model.dtype="bfloat16"`)
+	explain("small.txt", "--gpus", "0", "--memory", "0.01kB")
+	explain("bad-gpus.txt", "--gpus", "8 of 80GB")
+	explain("bad-memory.txt", "--memory", "much")
+	explain("problems.txt", "--explain-memory", "--set", "sampling.max_tokens=100")
+	if _, err := os.Stat(filepath.Join(dir, "plan.lock")); err == nil {
+		t.Error("a plan was written")
+	}
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
@@ -126,7 +127,11 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 }
 
 func newPlanner(_ context.Context, m *mesh) (hosted, error) {
-	s, err := planner.New(planner.Config{Python: pythonOf(m.cfg.Worker), Env: childEnv(m.cfg, m.environ), Folder: m.cfg.SharedDir})
+	cfg := planner.Config{Python: pythonOf(m.cfg.Worker), Env: childEnv(m.cfg, m.environ), Folder: m.cfg.SharedDir}
+	if slices.Contains(m.cfg.Target, "all") || slices.Contains(m.cfg.Target, names.SchedulerService) {
+		cfg.Host = hostMemory(cfg.Env) // the scheduler starts workers on its own host
+	}
+	s, err := planner.New(cfg)
 	return hosted{service: s}, err
 }
 

@@ -45,6 +45,9 @@ type checks struct {
 	trackers *trackerCheck
 	packages *packageCheck
 	train    *trainCheck
+	memory   *memoryCheck
+
+	report *planv1.MemoryReport // once plan has returned; nil: the shape of the model is not known
 }
 
 // checks are those of a configuration. pinned are the inputs of an older plan, whose commits of the
@@ -68,6 +71,7 @@ func (s *Server) checks(reading *config.Reading, baseDir string, pinned []*planv
 		trackers: &trackerCheck{sinks: cfg.GetSinks(), findings: found, resolve: files.resolve, python: s.prober.Python},
 		packages: &packageCheck{config: cfg, problems: found.problems, python: s.prober.Python},
 		train:    &trainCheck{train: cfg.GetTrain(), findings: found},
+		memory:   &memoryCheck{config: cfg, findings: found, host: s.host},
 	}
 }
 
@@ -82,32 +86,36 @@ func suiteRewards(cfg *configv1.RunConfig, found findings, files *files) map[str
 	return out
 }
 
-func (s *Server) create(ctx context.Context, source *planv1.ConfigSource) (*planv1.CreatePlanResponse, error) {
-	c := s.checks(s.reader.Read(source), source.GetBaseDir(), nil)
-	plan, data, err := c.plan(ctx)
+func (s *Server) create(ctx context.Context, in *planv1.CreatePlanRequest) (*planv1.CreatePlanResponse, error) {
+	c := s.checks(s.reader.Read(in.GetSource()), in.GetSource().GetBaseDir(), nil)
+	plan, data, err := c.plan(ctx, in.GetHost())
 	if err != nil || plan == nil {
-		return &planv1.CreatePlanResponse{Problems: c.Sorted()}, err
+		return &planv1.CreatePlanResponse{Problems: c.Sorted(), Memory: c.report}, err
 	}
-	return &planv1.CreatePlanResponse{Plan: plan, Lock: data, Warnings: c.findings.warnings.Sorted(), Settings: settings(c.Reading, c.data.rows())}, nil
+	return &planv1.CreatePlanResponse{
+		Plan: plan, Lock: data, Warnings: c.findings.warnings.Sorted(), Settings: settings(c.Reading, c.data.rows()), Memory: c.report,
+	}, nil
 }
 
 // renew plans the configuration of an old plan again. Without its text the problems have no place.
 func (s *Server) renew(ctx context.Context, old *planv1.Plan, baseDir string, set []string) (*planv1.RenewPlanResponse, error) {
 	c := s.checks(s.reader.Again(old.GetConfig(), set...), baseDir, old.GetInputs())
-	plan, data, err := c.plan(ctx)
+	plan, data, err := c.plan(ctx, nil)
 	if err != nil || plan == nil {
 		return &planv1.RenewPlanResponse{Problems: c.Sorted()}, err
 	}
 	return &planv1.RenewPlanResponse{Plan: plan, Lock: data}, nil
 }
 
-// plan checks everything and pins the inputs. The plan is nil if there are problems.
-func (c *checks) plan(ctx context.Context) (*planv1.Plan, []byte, error) {
+// plan checks everything and pins the inputs. The plan is nil if there are problems. assumed: a host
+// for which memory is predicted; nil: the real one.
+func (c *checks) plan(ctx context.Context, assumed *planv1.AssumedHost) (*planv1.Plan, []byte, error) {
 	if err := c.read(ctx); err != nil {
 		return nil, nil, ErrInputUnreadable.Wrap(err)
 	}
 	versions, err := c.probe(ctx)
 	c.train.resolve(c.data.rows())
+	c.report = c.memory.report(ctx, c.model, c.teacher, c.rewards, assumed)
 	if err != nil || !c.Problems.Empty() {
 		return nil, nil, err
 	}

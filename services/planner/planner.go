@@ -4,12 +4,13 @@
 //	ConfigSource --config--> RunConfig --input, probe--> Problems | Plan --lock--> plan.lock
 //
 // Its packages: document reads TOML with positions, config binds it to the contract, input reads
-// datasets and model folders, probe makes the dry calls in Python, lock writes and reads plan.lock,
-// problem collects problems.
+// datasets and model folders, memory predicts what the processes will hold, probe makes the dry calls
+// in Python, lock writes and reads plan.lock, problem collects problems.
 package planner
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -33,6 +34,9 @@ type Config struct {
 	// Folder is where the planner keeps rows that it made and links to models of the hub. The
 	// scheduler must be able to read it. Empty: a temporary folder.
 	Folder string
+	// Host is the memory of the host on which the scheduler starts workers; nil: unknown. It is
+	// called for each plan.
+	Host func(context.Context) Host
 }
 
 // Server is the planner.
@@ -43,6 +47,7 @@ type Server struct {
 	prober  *probe.Prober
 	engines map[string]engine.Capabilities
 	inputs  planformat.Inputs
+	host    func(context.Context) Host
 }
 
 // New returns a planner. It fails if the rules of the contract don't compile or the interpreter is
@@ -67,6 +72,7 @@ func New(cfg Config) (*Server, error) {
 	}
 	return &Server{
 		reader:  reader,
+		host:    cfg.Host,
 		engines: engines,
 		inputs:  planformat.InputsOf(cmp.Or(cfg.Folder, filepath.Join(os.TempDir(), "rollout-planner"))),
 		prober:  &probe.Prober{Python: python, PythonPath: cfg.PythonPath, Env: cfg.Env},

@@ -14,6 +14,7 @@ import (
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	"github.com/rollout-rl/rollout/services/planner/document"
 	"github.com/rollout-rl/rollout/services/planner/input"
+	"github.com/rollout-rl/rollout/services/planner/memory"
 	"github.com/rollout-rl/rollout/services/planner/probe"
 	"github.com/rollout-rl/rollout/services/planner/problem"
 )
@@ -33,6 +34,8 @@ type rewardCheck struct {
 	table    string // "reward", or that of a suite
 	findings findings
 	files    *files
+
+	scorers []memory.Scorer // of the usable reward models
 }
 
 // parts are the rewards, with their keys.
@@ -90,6 +93,9 @@ func (d *rewardCheck) readScoringModel(part reward.Part, trained *input.Model) {
 		return
 	}
 	d.files.pin(planv1.InputRole_INPUT_ROLE_REWARD, scorer, folder, path)
+	d.scorers = append(d.scorers, memory.Scorer{
+		Field: part.Field, Parameters: scorer.Elements(func(string) bool { return true }), Dtype: part.Model.GetDtype(),
+	})
 }
 
 // calls has one call of each reward on the first rows: one sample with the reference answer, one

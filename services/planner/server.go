@@ -53,7 +53,7 @@ func (s *Server) CreatePlan(ctx context.Context, request *planv1.CreatePlanReque
 	if !filepath.IsAbs(source.GetBaseDir()) {
 		return nil, ErrBaseDir.Field("source.base_dir", "give the absolute folder of the configuration file")
 	}
-	return s.create(ctx, source)
+	return s.create(ctx, request)
 }
 
 // RenewPlan plans the same configuration, with overrides, for the current inputs.

@@ -19,7 +19,8 @@ type teacherCheck struct {
 	models   models
 	python   pythonErrors
 
-	files []*planv1.Input // of a teacher in a folder
+	model *input.Model    // a teacher in a folder; nil without a usable one
+	files []*planv1.Input // of it
 }
 
 // read reads the folder of a teacher. It must have the tokenizer of the trained model, which is nil
@@ -50,7 +51,7 @@ func (d *teacherCheck) read(trained *input.Model) {
 	if d.findings.problems.Len() > before {
 		return
 	}
-	d.files = d.models.pin(planv1.InputRole_INPUT_ROLE_MODEL, teacher, folder, path)
+	d.model, d.files = teacher, d.models.pin(planv1.InputRole_INPUT_ROLE_MODEL, teacher, folder, path)
 }
 
 // compare warns if the teacher has the weights of the trained model. Files must have their digests.

@@ -81,7 +81,7 @@ func (s *Server) restore(ctx context.Context, plan *planv1.Plan, baseDir string)
 	if !lacks(s.inputs, plan) {
 		return nil
 	}
-	_, _, err := s.checks(s.reader.Again(plan.GetConfig()), baseDir, plan.GetInputs()).plan(ctx)
+	_, _, err := s.checks(s.reader.Again(plan.GetConfig()), baseDir, plan.GetInputs()).plan(ctx, nil)
 	if errors.Is(err, ErrInputUnreadable) {
 		return nil
 	}

@@ -25,6 +25,7 @@ type Model struct {
 	ChatTemplate bool     // whether its tokenizer has one
 	Tensors      []string // names of the tensors in its files
 	shapes       map[string][]int64
+	shape        Shape
 	Embedded     int64  // tokens with an embedding; 0: unknown
 	Vocabulary   int64  // one past the last token of its tokenizer; 0: unknown
 	Architecture string // first class in its config; "" without one
@@ -70,6 +71,7 @@ func ReadModel(folder, path, field string, problems *problem.List) *Model {
 	if config := r.config(); config != nil {
 		m.reach(config)
 		m.Embedded = number(config, "vocab_size")
+		m.shape = shapeOf(config)
 	}
 	tokenizer := r.object("tokenizer.json", "save it with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`")
 	m.Vocabulary, m.tokens = vocabulary(tokenizer), tokens(tokenizer)

@@ -28,6 +28,7 @@ const (
 	ContextTooLong = "CONTEXT_TOO_LONG" // a prompt leaves no room for its completion
 	Probe          = "PROBE_FAILED"     // the Python probe itself could not run
 	UnusualValue   = "UNUSUAL_VALUE"    // a warning: a number far from what works for others
+	TooLarge       = "TOO_LARGE"        // the run needs more memory than the host has
 	ConstantReward = "CONSTANT_REWARD"  // a warning: all samples of the dry call have the same reward
 	BadPlan        = "BAD_PLAN"         // a plan file is damaged
 	PlanFormat     = "PLAN_FORMAT"      // a plan has another format

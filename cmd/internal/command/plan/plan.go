@@ -103,6 +103,7 @@ func gist(config *configv1.RunConfig) string {
 func Command(env *cli.Env) *cobra.Command {
 	var flags cli.ConfigFlags
 	var out string
+	var explain memoryFlags
 	cmd := &cobra.Command{
 		Use:   "plan --config FILE",
 		Short: "Check the inputs of a run and pin them in plan.lock",
@@ -112,6 +113,8 @@ give the same plan, byte for byte. Rows that are not in one JSON Lines file, and
 see docs/data.md.`,
 		Example: `  rollout plan --config grpo.toml
   rollout plan --config grpo.toml -o plans/first.lock
+  rollout plan --config grpo.toml --explain-memory
+  rollout plan --config grpo.toml --gpus 8x80GB --set train.ranks=8
   rollout run --plan plan.lock`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -119,7 +122,14 @@ see docs/data.md.`,
 			if err != nil {
 				return err
 			}
+			host, err := explain.host()
+			if err != nil {
+				return err
+			}
 			return env.Plane.With(cmd, func(ctx context.Context, c *client.Client) error {
+				if host != nil || explain.explain {
+					return explainMemory(ctx, env, c, source, host)
+				}
 				response, err := Create(ctx, env, c, source)
 				if err != nil {
 					return err
@@ -136,6 +146,7 @@ see docs/data.md.`,
 		},
 	}
 	flags.AddTo(cmd)
+	explain.addTo(cmd)
 	cmd.Flags().StringVarP(&out, "output", "o", "", "`file` to write (default: plan.lock in the folder of the configuration)")
 	_ = cmd.MarkFlagRequired("config")
 	return cmd

@@ -553,22 +553,58 @@ class CreatePlanRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def source(self) -> Global___ConfigSource:
         """The configuration."""
+
+    @_builtins.property
+    def host(self) -> Global___AssumedHost:
+        """A host for which memory is predicted, instead of the one that runs the workers. A plan for it
+        may be one that this host has no memory for.
+        """
 
     def __init__(
         self,
         *,
         source: Global___ConfigSource | None = ...,
+        host: Global___AssumedHost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreatePlanRequest: _TypeAlias = CreatePlanRequest  # noqa: Y015
+
+@_typing.final
+class AssumedHost(_message.Message):
+    """AssumedHost is the memory of a host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_BYTES_FIELD_NUMBER: _builtins.int
+    memory_bytes: _builtins.int
+    """Memory in bytes. 0: any."""
+    @_builtins.property
+    def gpu_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Memory of each GPU in bytes. Without one, the workers compute on the CPU."""
+
+    def __init__(
+        self,
+        *,
+        memory_bytes: _builtins.int = ...,
+        gpu_bytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_bytes", b"gpu_bytes", "memory_bytes", b"memory_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AssumedHost: _TypeAlias = AssumedHost  # noqa: Y015
 
 @_typing.final
 class CreatePlanResponse(_message.Message):
@@ -581,6 +617,7 @@ class CreatePlanResponse(_message.Message):
     LOCK_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     lock: _builtins.bytes
     """The bytes of `plan.lock`: canonical JSON of the plan."""
     @_builtins.property
@@ -599,6 +636,12 @@ class CreatePlanResponse(_message.Message):
     def settings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Setting]:
         """The settings that decide most about the result, with their origin, if there is no problem."""
 
+    @_builtins.property
+    def memory(self) -> Global___MemoryReport:
+        """The predicted memory of the run's processes, if there is a plan and the model has a shape that
+        is known.
+        """
+
     def __init__(
         self,
         *,
@@ -607,14 +650,173 @@ class CreatePlanResponse(_message.Message):
         lock: _builtins.bytes = ...,
         warnings: _abc.Iterable[Global___Problem] | None = ...,
         settings: _abc.Iterable[Global___Setting] | None = ...,
+        memory: Global___MemoryReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock", b"lock", "plan", b"plan", "problems", b"problems", "settings", b"settings", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lock", b"lock", "memory", b"memory", "plan", b"plan", "problems", b"problems", "settings", b"settings", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreatePlanResponse: _TypeAlias = CreatePlanResponse  # noqa: Y015
+
+@_typing.final
+class MemoryReport(_message.Message):
+    """MemoryReport is what the processes of a run will need, predicted from the sizes of the model and
+    the configuration.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    MISFITS_FIELD_NUMBER: _builtins.int
+    host_bytes: _builtins.int
+    """Memory of the host in bytes, or of the control group of the daemon if that is less. 0: unknown,
+    because another daemon starts the workers.
+    """
+    held_bytes: _builtins.int
+    """The tensors that all processes hold all the time, in bytes. The planner refuses a run for which
+    the host has less.
+    """
+    peak_bytes: _builtins.int
+    """The sum of the largest phases of all processes, in bytes."""
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessMemory]:
+        """Each kind of process."""
+
+    @_builtins.property
+    def gpu_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Memory in bytes of each GPU of the host."""
+
+    @_builtins.property
+    def misfits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where what the processes hold all the time exceeds the memory that there is."""
+
+    def __init__(
+        self,
+        *,
+        processes: _abc.Iterable[Global___ProcessMemory] | None = ...,
+        host_bytes: _builtins.int = ...,
+        gpu_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        held_bytes: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+        misfits: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_bytes", b"gpu_bytes", "held_bytes", b"held_bytes", "host_bytes", b"host_bytes", "misfits", b"misfits", "peak_bytes", b"peak_bytes", "processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryReport: _TypeAlias = MemoryReport  # noqa: Y015
+
+@_typing.final
+class ProcessMemory(_message.Message):
+    """ProcessMemory is the memory of the processes of one kind."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """`learner`, `inference`, `reward`."""
+    count: _builtins.int
+    """How many there are: ranks of a learner, workers."""
+    device: _builtins.str
+    """`cpu` or `cuda`."""
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemoryPart]:
+        """What each holds all the time."""
+
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemoryPhase]:
+        """What its phases take in addition."""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        count: _builtins.int = ...,
+        device: _builtins.str = ...,
+        held: _abc.Iterable[Global___MemoryPart] | None = ...,
+        phases: _abc.Iterable[Global___MemoryPhase] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "device", b"device", "held", b"held", "kind", b"kind", "phases", b"phases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessMemory: _TypeAlias = ProcessMemory  # noqa: Y015
+
+@_typing.final
+class MemoryPhase(_message.Message):
+    """MemoryPhase is what a process takes during a part of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What it does, e.g. `forward and backward`."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemoryPart]:
+        """What that takes."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        parts: _abc.Iterable[Global___MemoryPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryPhase: _TypeAlias = MemoryPhase  # noqa: Y015
+
+@_typing.final
+class MemoryPart(_message.Message):
+    """MemoryPart is memory for one purpose."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    ON_HOST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What it is for, e.g. `gradients`."""
+    bytes: _builtins.int
+    """Its size in bytes."""
+    note: _builtins.str
+    """How the size follows from model and configuration."""
+    on_host: _builtins.bool
+    """Whether it is in the memory of the host also if the process computes on a GPU."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        note: _builtins.str = ...,
+        on_host: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name", "note", b"note", "on_host", b"on_host"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryPart: _TypeAlias = MemoryPart  # noqa: Y015
 
 @_typing.final
 class Setting(_message.Message):

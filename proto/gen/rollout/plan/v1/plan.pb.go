@@ -1014,7 +1014,10 @@ func (x *ValidateConfigResponse) GetConfig() *v1.RunConfig {
 type CreatePlanRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The configuration.
-	Source        *ConfigSource `protobuf:"bytes,1,opt,name=source,proto3" json:"source,omitempty"`
+	Source *ConfigSource `protobuf:"bytes,1,opt,name=source,proto3" json:"source,omitempty"`
+	// A host for which memory is predicted, instead of the one that runs the workers. A plan for it
+	// may be one that this host has no memory for.
+	Host          *AssumedHost `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1056,6 +1059,68 @@ func (x *CreatePlanRequest) GetSource() *ConfigSource {
 	return nil
 }
 
+func (x *CreatePlanRequest) GetHost() *AssumedHost {
+	if x != nil {
+		return x.Host
+	}
+	return nil
+}
+
+// AssumedHost is the memory of a host.
+type AssumedHost struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Memory in bytes. 0: any.
+	MemoryBytes uint64 `protobuf:"varint,1,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
+	// Memory of each GPU in bytes. Without one, the workers compute on the CPU.
+	GpuBytes      []uint64 `protobuf:"varint,2,rep,packed,name=gpu_bytes,json=gpuBytes,proto3" json:"gpu_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AssumedHost) Reset() {
+	*x = AssumedHost{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AssumedHost) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AssumedHost) ProtoMessage() {}
+
+func (x *AssumedHost) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AssumedHost.ProtoReflect.Descriptor instead.
+func (*AssumedHost) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *AssumedHost) GetMemoryBytes() uint64 {
+	if x != nil {
+		return x.MemoryBytes
+	}
+	return 0
+}
+
+func (x *AssumedHost) GetGpuBytes() []uint64 {
+	if x != nil {
+		return x.GpuBytes
+	}
+	return nil
+}
+
 // CreatePlanResponse contains the plan, or the problems that prevent it.
 type CreatePlanResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1068,14 +1133,17 @@ type CreatePlanResponse struct {
 	// Warnings. They do not prevent the plan.
 	Warnings []*Problem `protobuf:"bytes,4,rep,name=warnings,proto3" json:"warnings,omitempty"`
 	// The settings that decide most about the result, with their origin, if there is no problem.
-	Settings      []*Setting `protobuf:"bytes,5,rep,name=settings,proto3" json:"settings,omitempty"`
+	Settings []*Setting `protobuf:"bytes,5,rep,name=settings,proto3" json:"settings,omitempty"`
+	// The predicted memory of the run's processes, if there is a plan and the model has a shape that
+	// is known.
+	Memory        *MemoryReport `protobuf:"bytes,6,opt,name=memory,proto3" json:"memory,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CreatePlanResponse) Reset() {
 	*x = CreatePlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1087,7 +1155,7 @@ func (x *CreatePlanResponse) String() string {
 func (*CreatePlanResponse) ProtoMessage() {}
 
 func (x *CreatePlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[11]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1100,7 +1168,7 @@ func (x *CreatePlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreatePlanResponse.ProtoReflect.Descriptor instead.
 func (*CreatePlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{11}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *CreatePlanResponse) GetProblems() []*Problem {
@@ -1138,6 +1206,317 @@ func (x *CreatePlanResponse) GetSettings() []*Setting {
 	return nil
 }
 
+func (x *CreatePlanResponse) GetMemory() *MemoryReport {
+	if x != nil {
+		return x.Memory
+	}
+	return nil
+}
+
+// MemoryReport is what the processes of a run will need, predicted from the sizes of the model and
+// the configuration.
+type MemoryReport struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Each kind of process.
+	Processes []*ProcessMemory `protobuf:"bytes,1,rep,name=processes,proto3" json:"processes,omitempty"`
+	// Memory of the host in bytes, or of the control group of the daemon if that is less. 0: unknown,
+	// because another daemon starts the workers.
+	HostBytes uint64 `protobuf:"varint,2,opt,name=host_bytes,json=hostBytes,proto3" json:"host_bytes,omitempty"`
+	// Memory in bytes of each GPU of the host.
+	GpuBytes []uint64 `protobuf:"varint,3,rep,packed,name=gpu_bytes,json=gpuBytes,proto3" json:"gpu_bytes,omitempty"`
+	// The tensors that all processes hold all the time, in bytes. The planner refuses a run for which
+	// the host has less.
+	HeldBytes uint64 `protobuf:"varint,4,opt,name=held_bytes,json=heldBytes,proto3" json:"held_bytes,omitempty"`
+	// The sum of the largest phases of all processes, in bytes.
+	PeakBytes uint64 `protobuf:"varint,5,opt,name=peak_bytes,json=peakBytes,proto3" json:"peak_bytes,omitempty"`
+	// Where what the processes hold all the time exceeds the memory that there is.
+	Misfits       []string `protobuf:"bytes,6,rep,name=misfits,proto3" json:"misfits,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MemoryReport) Reset() {
+	*x = MemoryReport{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MemoryReport) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MemoryReport) ProtoMessage() {}
+
+func (x *MemoryReport) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MemoryReport.ProtoReflect.Descriptor instead.
+func (*MemoryReport) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *MemoryReport) GetProcesses() []*ProcessMemory {
+	if x != nil {
+		return x.Processes
+	}
+	return nil
+}
+
+func (x *MemoryReport) GetHostBytes() uint64 {
+	if x != nil {
+		return x.HostBytes
+	}
+	return 0
+}
+
+func (x *MemoryReport) GetGpuBytes() []uint64 {
+	if x != nil {
+		return x.GpuBytes
+	}
+	return nil
+}
+
+func (x *MemoryReport) GetHeldBytes() uint64 {
+	if x != nil {
+		return x.HeldBytes
+	}
+	return 0
+}
+
+func (x *MemoryReport) GetPeakBytes() uint64 {
+	if x != nil {
+		return x.PeakBytes
+	}
+	return 0
+}
+
+func (x *MemoryReport) GetMisfits() []string {
+	if x != nil {
+		return x.Misfits
+	}
+	return nil
+}
+
+// ProcessMemory is the memory of the processes of one kind.
+type ProcessMemory struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// `learner`, `inference`, `reward`.
+	Kind string `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
+	// How many there are: ranks of a learner, workers.
+	Count uint32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
+	// `cpu` or `cuda`.
+	Device string `protobuf:"bytes,3,opt,name=device,proto3" json:"device,omitempty"`
+	// What each holds all the time.
+	Held []*MemoryPart `protobuf:"bytes,4,rep,name=held,proto3" json:"held,omitempty"`
+	// What its phases take in addition.
+	Phases        []*MemoryPhase `protobuf:"bytes,5,rep,name=phases,proto3" json:"phases,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ProcessMemory) Reset() {
+	*x = ProcessMemory{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ProcessMemory) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ProcessMemory) ProtoMessage() {}
+
+func (x *ProcessMemory) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ProcessMemory.ProtoReflect.Descriptor instead.
+func (*ProcessMemory) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *ProcessMemory) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *ProcessMemory) GetCount() uint32 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
+func (x *ProcessMemory) GetDevice() string {
+	if x != nil {
+		return x.Device
+	}
+	return ""
+}
+
+func (x *ProcessMemory) GetHeld() []*MemoryPart {
+	if x != nil {
+		return x.Held
+	}
+	return nil
+}
+
+func (x *ProcessMemory) GetPhases() []*MemoryPhase {
+	if x != nil {
+		return x.Phases
+	}
+	return nil
+}
+
+// MemoryPhase is what a process takes during a part of a step.
+type MemoryPhase struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What it does, e.g. `forward and backward`.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// What that takes.
+	Parts         []*MemoryPart `protobuf:"bytes,2,rep,name=parts,proto3" json:"parts,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MemoryPhase) Reset() {
+	*x = MemoryPhase{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MemoryPhase) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MemoryPhase) ProtoMessage() {}
+
+func (x *MemoryPhase) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MemoryPhase.ProtoReflect.Descriptor instead.
+func (*MemoryPhase) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *MemoryPhase) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *MemoryPhase) GetParts() []*MemoryPart {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
+// MemoryPart is memory for one purpose.
+type MemoryPart struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What it is for, e.g. `gradients`.
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// Its size in bytes.
+	Bytes uint64 `protobuf:"varint,2,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	// How the size follows from model and configuration.
+	Note string `protobuf:"bytes,3,opt,name=note,proto3" json:"note,omitempty"`
+	// Whether it is in the memory of the host also if the process computes on a GPU.
+	OnHost        bool `protobuf:"varint,4,opt,name=on_host,json=onHost,proto3" json:"on_host,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *MemoryPart) Reset() {
+	*x = MemoryPart{}
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *MemoryPart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*MemoryPart) ProtoMessage() {}
+
+func (x *MemoryPart) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use MemoryPart.ProtoReflect.Descriptor instead.
+func (*MemoryPart) Descriptor() ([]byte, []int) {
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *MemoryPart) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *MemoryPart) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *MemoryPart) GetNote() string {
+	if x != nil {
+		return x.Note
+	}
+	return ""
+}
+
+func (x *MemoryPart) GetOnHost() bool {
+	if x != nil {
+		return x.OnHost
+	}
+	return false
+}
+
 // Setting is the value of a key in a plan.
 type Setting struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1155,7 +1534,7 @@ type Setting struct {
 
 func (x *Setting) Reset() {
 	*x = Setting{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1167,7 +1546,7 @@ func (x *Setting) String() string {
 func (*Setting) ProtoMessage() {}
 
 func (x *Setting) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[12]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1180,7 +1559,7 @@ func (x *Setting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Setting.ProtoReflect.Descriptor instead.
 func (*Setting) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{12}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Setting) GetKey() string {
@@ -1229,7 +1608,7 @@ type VerifyPlanRequest struct {
 
 func (x *VerifyPlanRequest) Reset() {
 	*x = VerifyPlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1241,7 +1620,7 @@ func (x *VerifyPlanRequest) String() string {
 func (*VerifyPlanRequest) ProtoMessage() {}
 
 func (x *VerifyPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[13]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1254,7 +1633,7 @@ func (x *VerifyPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyPlanRequest.ProtoReflect.Descriptor instead.
 func (*VerifyPlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{13}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *VerifyPlanRequest) GetLock() []byte {
@@ -1301,7 +1680,7 @@ type VerifyPlanResponse struct {
 
 func (x *VerifyPlanResponse) Reset() {
 	*x = VerifyPlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1313,7 +1692,7 @@ func (x *VerifyPlanResponse) String() string {
 func (*VerifyPlanResponse) ProtoMessage() {}
 
 func (x *VerifyPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[14]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1326,7 +1705,7 @@ func (x *VerifyPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyPlanResponse.ProtoReflect.Descriptor instead.
 func (*VerifyPlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{14}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *VerifyPlanResponse) GetProblems() []*Problem {
@@ -1365,7 +1744,7 @@ type RenewPlanRequest struct {
 
 func (x *RenewPlanRequest) Reset() {
 	*x = RenewPlanRequest{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[15]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1377,7 +1756,7 @@ func (x *RenewPlanRequest) String() string {
 func (*RenewPlanRequest) ProtoMessage() {}
 
 func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[15]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1390,7 +1769,7 @@ func (x *RenewPlanRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewPlanRequest.ProtoReflect.Descriptor instead.
 func (*RenewPlanRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{15}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RenewPlanRequest) GetPlan() *Plan {
@@ -1429,7 +1808,7 @@ type RenewPlanResponse struct {
 
 func (x *RenewPlanResponse) Reset() {
 	*x = RenewPlanResponse{}
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[16]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1441,7 +1820,7 @@ func (x *RenewPlanResponse) String() string {
 func (*RenewPlanResponse) ProtoMessage() {}
 
 func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_plan_v1_plan_proto_msgTypes[16]
+	mi := &file_rollout_plan_v1_plan_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1454,7 +1833,7 @@ func (x *RenewPlanResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewPlanResponse.ProtoReflect.Descriptor instead.
 func (*RenewPlanResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{16}
+	return file_rollout_plan_v1_plan_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *RenewPlanResponse) GetProblems() []*Problem {
@@ -1551,15 +1930,45 @@ const file_rollout_plan_v1_plan_proto_rawDesc = "" +
 	"\x06source\x18\x01 \x01(\v2\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01R\x06source\"\x84\x01\n" +
 	"\x16ValidateConfigResponse\x124\n" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x124\n" +
-	"\x06config\x18\x02 \x01(\v2\x1c.rollout.config.v1.RunConfigR\x06config\"R\n" +
+	"\x06config\x18\x02 \x01(\v2\x1c.rollout.config.v1.RunConfigR\x06config\"\x84\x01\n" +
 	"\x11CreatePlanRequest\x12=\n" +
-	"\x06source\x18\x01 \x01(\v2\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01R\x06source\"\xf5\x01\n" +
+	"\x06source\x18\x01 \x01(\v2\x1d.rollout.plan.v1.ConfigSourceB\x06\xbaH\x03\xc8\x01\x01R\x06source\x120\n" +
+	"\x04host\x18\x02 \x01(\v2\x1c.rollout.plan.v1.AssumedHostR\x04host\"X\n" +
+	"\vAssumedHost\x12!\n" +
+	"\fmemory_bytes\x18\x01 \x01(\x04R\vmemoryBytes\x12&\n" +
+	"\tgpu_bytes\x18\x02 \x03(\x04B\t\xbaH\x06\x92\x01\x03\x10\x80\bR\bgpuBytes\"\xac\x02\n" +
 	"\x12CreatePlanResponse\x124\n" +
 	"\bproblems\x18\x01 \x03(\v2\x18.rollout.plan.v1.ProblemR\bproblems\x12)\n" +
 	"\x04plan\x18\x02 \x01(\v2\x15.rollout.plan.v1.PlanR\x04plan\x12\x12\n" +
 	"\x04lock\x18\x03 \x01(\fR\x04lock\x124\n" +
 	"\bwarnings\x18\x04 \x03(\v2\x18.rollout.plan.v1.ProblemR\bwarnings\x124\n" +
-	"\bsettings\x18\x05 \x03(\v2\x18.rollout.plan.v1.SettingR\bsettings\"}\n" +
+	"\bsettings\x18\x05 \x03(\v2\x18.rollout.plan.v1.SettingR\bsettings\x125\n" +
+	"\x06memory\x18\x06 \x01(\v2\x1d.rollout.plan.v1.MemoryReportR\x06memory\"\xe0\x01\n" +
+	"\fMemoryReport\x12<\n" +
+	"\tprocesses\x18\x01 \x03(\v2\x1e.rollout.plan.v1.ProcessMemoryR\tprocesses\x12\x1d\n" +
+	"\n" +
+	"host_bytes\x18\x02 \x01(\x04R\thostBytes\x12\x1b\n" +
+	"\tgpu_bytes\x18\x03 \x03(\x04R\bgpuBytes\x12\x1d\n" +
+	"\n" +
+	"held_bytes\x18\x04 \x01(\x04R\theldBytes\x12\x1d\n" +
+	"\n" +
+	"peak_bytes\x18\x05 \x01(\x04R\tpeakBytes\x12\x18\n" +
+	"\amisfits\x18\x06 \x03(\tR\amisfits\"\xb8\x01\n" +
+	"\rProcessMemory\x12\x12\n" +
+	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x14\n" +
+	"\x05count\x18\x02 \x01(\rR\x05count\x12\x16\n" +
+	"\x06device\x18\x03 \x01(\tR\x06device\x12/\n" +
+	"\x04held\x18\x04 \x03(\v2\x1b.rollout.plan.v1.MemoryPartR\x04held\x124\n" +
+	"\x06phases\x18\x05 \x03(\v2\x1c.rollout.plan.v1.MemoryPhaseR\x06phases\"T\n" +
+	"\vMemoryPhase\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x121\n" +
+	"\x05parts\x18\x02 \x03(\v2\x1b.rollout.plan.v1.MemoryPartR\x05parts\"c\n" +
+	"\n" +
+	"MemoryPart\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05bytes\x18\x02 \x01(\x04R\x05bytes\x12\x12\n" +
+	"\x04note\x18\x03 \x01(\tR\x04note\x12\x17\n" +
+	"\aon_host\x18\x04 \x01(\bR\x06onHost\"}\n" +
 	"\aSetting\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value\x126\n" +
@@ -1617,7 +2026,7 @@ func file_rollout_plan_v1_plan_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_plan_v1_plan_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_rollout_plan_v1_plan_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
 var file_rollout_plan_v1_plan_proto_goTypes = []any{
 	(InputRole)(0),                 // 0: rollout.plan.v1.InputRole
 	(SettingOrigin)(0),             // 1: rollout.plan.v1.SettingOrigin
@@ -1632,19 +2041,24 @@ var file_rollout_plan_v1_plan_proto_goTypes = []any{
 	(*ValidateConfigRequest)(nil),  // 10: rollout.plan.v1.ValidateConfigRequest
 	(*ValidateConfigResponse)(nil), // 11: rollout.plan.v1.ValidateConfigResponse
 	(*CreatePlanRequest)(nil),      // 12: rollout.plan.v1.CreatePlanRequest
-	(*CreatePlanResponse)(nil),     // 13: rollout.plan.v1.CreatePlanResponse
-	(*Setting)(nil),                // 14: rollout.plan.v1.Setting
-	(*VerifyPlanRequest)(nil),      // 15: rollout.plan.v1.VerifyPlanRequest
-	(*VerifyPlanResponse)(nil),     // 16: rollout.plan.v1.VerifyPlanResponse
-	(*RenewPlanRequest)(nil),       // 17: rollout.plan.v1.RenewPlanRequest
-	(*RenewPlanResponse)(nil),      // 18: rollout.plan.v1.RenewPlanResponse
-	nil,                            // 19: rollout.plan.v1.Plan.PackagesEntry
-	(*v1.RunConfig)(nil),           // 20: rollout.config.v1.RunConfig
+	(*AssumedHost)(nil),            // 13: rollout.plan.v1.AssumedHost
+	(*CreatePlanResponse)(nil),     // 14: rollout.plan.v1.CreatePlanResponse
+	(*MemoryReport)(nil),           // 15: rollout.plan.v1.MemoryReport
+	(*ProcessMemory)(nil),          // 16: rollout.plan.v1.ProcessMemory
+	(*MemoryPhase)(nil),            // 17: rollout.plan.v1.MemoryPhase
+	(*MemoryPart)(nil),             // 18: rollout.plan.v1.MemoryPart
+	(*Setting)(nil),                // 19: rollout.plan.v1.Setting
+	(*VerifyPlanRequest)(nil),      // 20: rollout.plan.v1.VerifyPlanRequest
+	(*VerifyPlanResponse)(nil),     // 21: rollout.plan.v1.VerifyPlanResponse
+	(*RenewPlanRequest)(nil),       // 22: rollout.plan.v1.RenewPlanRequest
+	(*RenewPlanResponse)(nil),      // 23: rollout.plan.v1.RenewPlanResponse
+	nil,                            // 24: rollout.plan.v1.Plan.PackagesEntry
+	(*v1.RunConfig)(nil),           // 25: rollout.config.v1.RunConfig
 }
 var file_rollout_plan_v1_plan_proto_depIdxs = []int32{
-	20, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
+	25, // 0: rollout.plan.v1.Plan.config:type_name -> rollout.config.v1.RunConfig
 	5,  // 1: rollout.plan.v1.Plan.inputs:type_name -> rollout.plan.v1.Input
-	19, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
+	24, // 2: rollout.plan.v1.Plan.packages:type_name -> rollout.plan.v1.Plan.PackagesEntry
 	4,  // 3: rollout.plan.v1.Plan.tools:type_name -> rollout.plan.v1.Tool
 	3,  // 4: rollout.plan.v1.Plan.plugins:type_name -> rollout.plan.v1.PluginPackage
 	0,  // 5: rollout.plan.v1.Input.role:type_name -> rollout.plan.v1.InputRole
@@ -1652,31 +2066,37 @@ var file_rollout_plan_v1_plan_proto_depIdxs = []int32{
 	7,  // 7: rollout.plan.v1.Source.files:type_name -> rollout.plan.v1.SourceFile
 	9,  // 8: rollout.plan.v1.ValidateConfigRequest.source:type_name -> rollout.plan.v1.ConfigSource
 	8,  // 9: rollout.plan.v1.ValidateConfigResponse.problems:type_name -> rollout.plan.v1.Problem
-	20, // 10: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
+	25, // 10: rollout.plan.v1.ValidateConfigResponse.config:type_name -> rollout.config.v1.RunConfig
 	9,  // 11: rollout.plan.v1.CreatePlanRequest.source:type_name -> rollout.plan.v1.ConfigSource
-	8,  // 12: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 13: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	8,  // 14: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
-	14, // 15: rollout.plan.v1.CreatePlanResponse.settings:type_name -> rollout.plan.v1.Setting
-	1,  // 16: rollout.plan.v1.Setting.origin:type_name -> rollout.plan.v1.SettingOrigin
-	8,  // 17: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 18: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	2,  // 19: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
-	8,  // 20: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
-	2,  // 21: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
-	10, // 22: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
-	12, // 23: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
-	15, // 24: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
-	17, // 25: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
-	11, // 26: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
-	13, // 27: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
-	16, // 28: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
-	18, // 29: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
-	26, // [26:30] is the sub-list for method output_type
-	22, // [22:26] is the sub-list for method input_type
-	22, // [22:22] is the sub-list for extension type_name
-	22, // [22:22] is the sub-list for extension extendee
-	0,  // [0:22] is the sub-list for field type_name
+	13, // 12: rollout.plan.v1.CreatePlanRequest.host:type_name -> rollout.plan.v1.AssumedHost
+	8,  // 13: rollout.plan.v1.CreatePlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 14: rollout.plan.v1.CreatePlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	8,  // 15: rollout.plan.v1.CreatePlanResponse.warnings:type_name -> rollout.plan.v1.Problem
+	19, // 16: rollout.plan.v1.CreatePlanResponse.settings:type_name -> rollout.plan.v1.Setting
+	15, // 17: rollout.plan.v1.CreatePlanResponse.memory:type_name -> rollout.plan.v1.MemoryReport
+	16, // 18: rollout.plan.v1.MemoryReport.processes:type_name -> rollout.plan.v1.ProcessMemory
+	18, // 19: rollout.plan.v1.ProcessMemory.held:type_name -> rollout.plan.v1.MemoryPart
+	17, // 20: rollout.plan.v1.ProcessMemory.phases:type_name -> rollout.plan.v1.MemoryPhase
+	18, // 21: rollout.plan.v1.MemoryPhase.parts:type_name -> rollout.plan.v1.MemoryPart
+	1,  // 22: rollout.plan.v1.Setting.origin:type_name -> rollout.plan.v1.SettingOrigin
+	8,  // 23: rollout.plan.v1.VerifyPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 24: rollout.plan.v1.VerifyPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	2,  // 25: rollout.plan.v1.RenewPlanRequest.plan:type_name -> rollout.plan.v1.Plan
+	8,  // 26: rollout.plan.v1.RenewPlanResponse.problems:type_name -> rollout.plan.v1.Problem
+	2,  // 27: rollout.plan.v1.RenewPlanResponse.plan:type_name -> rollout.plan.v1.Plan
+	10, // 28: rollout.plan.v1.PlannerService.ValidateConfig:input_type -> rollout.plan.v1.ValidateConfigRequest
+	12, // 29: rollout.plan.v1.PlannerService.CreatePlan:input_type -> rollout.plan.v1.CreatePlanRequest
+	20, // 30: rollout.plan.v1.PlannerService.VerifyPlan:input_type -> rollout.plan.v1.VerifyPlanRequest
+	22, // 31: rollout.plan.v1.PlannerService.RenewPlan:input_type -> rollout.plan.v1.RenewPlanRequest
+	11, // 32: rollout.plan.v1.PlannerService.ValidateConfig:output_type -> rollout.plan.v1.ValidateConfigResponse
+	14, // 33: rollout.plan.v1.PlannerService.CreatePlan:output_type -> rollout.plan.v1.CreatePlanResponse
+	21, // 34: rollout.plan.v1.PlannerService.VerifyPlan:output_type -> rollout.plan.v1.VerifyPlanResponse
+	23, // 35: rollout.plan.v1.PlannerService.RenewPlan:output_type -> rollout.plan.v1.RenewPlanResponse
+	32, // [32:36] is the sub-list for method output_type
+	28, // [28:32] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_rollout_plan_v1_plan_proto_init() }
@@ -1690,7 +2110,7 @@ func file_rollout_plan_v1_plan_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_plan_v1_plan_proto_rawDesc), len(file_rollout_plan_v1_plan_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   18,
+			NumMessages:   23,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
