@@ -52,10 +52,10 @@ def install_package(target: str, base_dir: str, *, again: bool = False) -> dict[
             f"{target} is installed, but it has no plugins: it has no entry points of the group `rollout.plugins`",
             fix='add `[project.entry-points."rollout.plugins"]` to its pyproject.toml, see docs/plugins.md',
         )
-    return {"package": asdict(package_of(found[0].distribution)), "plugins": [_shown(one) for one in found]}
+    return {"package": asdict(package_of(found[0].distribution)), "plugins": [_entry(one) for one in found]}
 
 
-def _shown(one: Installed) -> dict[str, Any]:
+def _entry(one: Installed) -> dict[str, Any]:
     use = f"{one.distribution}:{one.name}"
     return {"kind": one.kind, "name": one.name, "from": "package", "version": one.version, "use": use, "problem": one.problem}
 

@@ -11,10 +11,10 @@ from string import Template
 from typing import Any, ClassVar
 
 from rollout.errors import RolloutError
+from rollout.hosting import manifest
 from rollout.plugin.installed import KINDS
 
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
-_GO_KINDS = ("reward", "environment", "tool", "evaluation", "data_source")
 _CONFIG = {
     "reward": '[reward]\nplugin = "{use}"',
     "environment": '[environment]\nkind = "python"\npath = "{use}"',
@@ -40,7 +40,7 @@ def new(kind: str, name: str, language: str, folder: str) -> dict[str, Any]:
         )
     if language not in ("python", "go"):
         raise ScaffoldRefused(f"there is no template in {language!r}", fix="write `--language python` or `--language go`")
-    if language == "go" and kind not in _GO_KINDS:
+    if language == "go" and kind not in manifest.KINDS:
         raise ScaffoldRefused(f"a plugin of the kind {kind} runs in the learner, in Python", fix="leave out `--language go`")
     target = Path(folder) / name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -61,6 +61,28 @@ def environment() -> dict[str, str]:
     }
 
 
+def reap(process: subprocess.Popen[bytes], what: str) -> threading.Thread | None:
+    """Wait in a thread for a process that was killed; None if it has ended. what: its plugin."""
+
+    def wait() -> None:
+        try:
+            process.wait(KILLED_SECONDS)  # a killed process ends at once
+        except subprocess.TimeoutExpired:
+            log.warning("process %d of %s does not end: it waits in the kernel for a file system", process.pid, what)
+
+    if process.poll() is not None:
+        return None
+    thread = threading.Thread(target=wait, name="reap", daemon=True)
+    thread.start()
+    return thread
+
+
+async def reaped(thread: threading.Thread | None) -> None:
+    """Wait for a thread of ``reap``."""
+    if thread is not None:
+        await asyncio.to_thread(thread.join)
+
+
 class ChildProcess:
     """A :class:`~rollout.hosting.runner.Runner` with a separate process, which may hang, crash,
     print, or block its interpreter.
@@ -85,6 +107,7 @@ class ChildProcess:
         self._watches: set[asyncio.Task[None]] = set()
         self._blocked_by = ""
         """The call that blocked the process, which was killed therefore; empty if none did."""
+        self._reaping: threading.Thread | None = None
         self.broken = False
 
     @property
@@ -129,7 +152,7 @@ class ChildProcess:
             )
         await checkpoint.save(self.pid, folder, keep=keep)
         if not keep:
-            self.kill()
+            await self.close()
 
     async def restore(self, folder: str, *, network: str = "") -> None:
         """Continue a saved process, instead of ``start``. The folder can be restored several times.
@@ -161,6 +184,7 @@ class ChildProcess:
 
     async def close(self) -> None:
         self.kill()
+        await reaped(self._reaping)
 
     def kill(self) -> None:
         """End the process and all processes that it started."""
@@ -168,10 +192,7 @@ class ChildProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            try:
-                self._process.wait(KILLED_SECONDS)  # a killed process ends at once
-            except subprocess.TimeoutExpired:
-                log.warning("process %d of the plugin does not end: it waits in the kernel for a file system", self._process.pid)
+            self._reaping = reap(self._process, "the plugin")
         if self._writer is not None:
             self._writer.transport.abort()
 

@@ -38,7 +38,6 @@ _FILE = "rollout-stacks"
 _ANSWER_SECONDS = 0.4
 _SIGNAL_SECONDS = 0.2
 _BUSY_SECONDS = 0.1
-_POOL_SECONDS = 1.0  # in which a pool starts its processes
 _LONGEST = 500  # characters of a text of a process
 _MOST_LOOKS = 8
 _MOST = 3  # addresses in a sentence
@@ -46,6 +45,8 @@ _MOST_POLLED = 64  # descriptors
 _NAME_SERVER = ":53"  # how its address ends
 _SOURCE_CHARACTERS = 80  # of a line
 _SOURCE_BYTES = 1 << 20  # that are read of a file
+_DEEPEST = 3  # processes that wait for each other
+_KERNEL_SECONDS = 2.0  # of which _BUSY_SECONDS measure
 BLOCKED = "is blocked in the kernel"
 """How the text begins of a wait that no signal ends."""
 _LIBRARIES = tuple(
@@ -187,16 +188,12 @@ def _pool(frame: FrameType | None) -> Any:
 
 
 def _replaced(pool: Any) -> bool:
-    """Whether a process of a pool has ended that should not: another one was started much later
-    than the first."""
+    """Whether a process of a pool has ended that should not: another one was started later, so
+    their numbers are not consecutive."""
     if pool._maxtasksperchild is not None:
         return False
-    began: list[float] = []
-    for process in list(pool._pool):
-        with contextlib.suppress(OSError, IndexError):
-            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2].split()
-            began.append(int(fields[19]) / os.sysconf("SC_CLK_TCK"))
-    return len(began) < len(pool._pool) or max(began) - min(began) > _POOL_SECONDS
+    numbers = [process._identity[-1] for process in list(pool._pool)]
+    return max(numbers) - min(numbers) >= len(numbers)
 
 
 def _of_task(task: asyncio.Task[Any]) -> At | None:
@@ -294,13 +291,45 @@ async def look(pid: int, method: str, asked: Callable[[], Awaitable[bytes]]) -> 
         at = await _signaled(pid) if pid else None
     if at is not None and at.does:
         if pid and at.process:  # what that one waits for in turn
-            does, fix = await asyncio.to_thread(_kernel, at.process, None)
+            does, fix = await _of_kernel(at.process, None)
             at = at._replace(does=f"{at.does}, which {does}" if does else at.does, fix=fix or at.fix)
         return Look(pid, method, at if at.file else None, at.does, at.fix)
     if not pid:
         return Look(pid, method, at, "", "")
-    does, fix = await asyncio.to_thread(_kernel, pid, at)
+    does, fix = await _of_kernel(pid, at)
     return Look(pid, method, at, does, fix)
+
+
+_LOOKING: set[int] = set()
+"""Processes that a thread looks at. It may block, as the process does."""
+
+
+async def _of_kernel(pid: int, at: At | None) -> tuple[str, str]:
+    """``_kernel`` in a thread of its own, which no one waits for longer than a moment."""
+    if pid in _LOOKING:
+        return "", ""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[tuple[str, str]] = loop.create_future()
+
+    def answer(does: tuple[str, str]) -> None:
+        if not found.done():
+            found.set_result(does)
+
+    def ask() -> None:
+        does = "", ""
+        try:
+            does = _kernel(pid, at)
+        finally:
+            _LOOKING.discard(pid)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(answer, does)
+
+    _LOOKING.add(pid)
+    threading.Thread(target=ask, name="look", daemon=True).start()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_KERNEL_SECONDS):
+            return await found
+    return "", ""
 
 
 def _parsed(answer: bytes) -> At | None:
@@ -574,7 +603,7 @@ def _child(pid: int, waiters: tuple[int, ...]) -> tuple[str, str]:
     if not children:
         return "waits for a process to end", ""
     child = children[-1]
-    does, fix = _kernel(child, None, (*waiters, pid)) if len(waiters) < _MOST else ("", "")
+    does, fix = _kernel(child, None, (*waiters, pid)) if len(waiters) < _DEEPEST else ("", "")
     waits = f"waits for process {child} (`{_command(child)}`)" + (f", which {does}" if fix else "")
     return waits, fix or f"see why process {child} does not end; `kill {child}` ends it"
 
@@ -595,11 +624,11 @@ def _link(pid: int, number: int) -> str:
 def _file_lock(pid: int, number: int) -> tuple[str, str]:
     """The file of a lock, and the processes that hold it."""
     path = _link(pid, number)
-    with contextlib.suppress(OSError):
-        for lock in _locks():
-            if lock.inode == os.stat(f"/proc/{pid}/fd/{number}").st_ino and (named := _holders(lock, path)):
-                holders, fix = named
-                return f"waits for the lock of {path}, which {holders}", fix
+    inode = _inode(pid, number)
+    for lock in _locks():
+        if lock.inode == inode and (named := _holders(lock, path)):
+            holders, fix = named
+            return f"waits for the lock of {path}, which {holders}", fix
     return f"waits for the lock of {path}", "see which process holds the lock: `cat /proc/locks`"
 
 
@@ -609,12 +638,24 @@ def _locked_elsewhere(pid: int) -> tuple[str, str] | None:
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             if (path := os.readlink(file)).startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")):
-                opened[file.stat().st_ino] = path
+                opened[_inode(pid, int(file.name))] = path
     for lock in _locks():
         if lock.writes and lock.pid != pid and lock.inode in opened and (named := _holders(lock, opened[lock.inode])):
             holders, fix = named
             return f"sleeps, and has {opened[lock.inode]} open, whose lock {holders}", fix
     return None
+
+
+def _inode(pid: int, number: int) -> int:
+    """The inode of an open file; 0 if it is not known. It does not ask a file system that may not
+    answer."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        info = Path(f"/proc/{pid}/fdinfo/{number}").read_text().splitlines()
+        if (line := next((line for line in info if line.startswith("ino:")), None)) is not None:
+            return int(line.split()[1])
+        if (path := _link(pid, number)).startswith("/") and _mount(pid, path)[1] in _LOCAL:  # before Linux 5.14
+            return os.stat(f"/proc/{pid}/fd/{number}").st_ino
+    return 0
 
 
 class _Lock(NamedTuple):
@@ -663,7 +704,7 @@ def _shares(process: Path, inode: int) -> bool:
     with contextlib.suppress(OSError):
         for file in (process / "fd").iterdir():
             with contextlib.suppress(OSError):
-                if file.stat().st_ino == inode:
+                if _inode(int(process.name), int(file.name)) == inode:
                     info = (process / "fdinfo" / file.name).read_text()
                     if any(line.startswith("lock:") and "POSIX" not in line for line in info.splitlines()):
                         return True

@@ -11,15 +11,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rollout.errors import RolloutError
 from rollout.hosting import wire
-from rollout.hosting.child import KILLED_SECONDS, environment
+from rollout.hosting.child import environment, reap, reaped
 from rollout.hosting.host import KINDS
 from rollout.hosting.manifest import Manifest
 from rollout.hosting.sidecar import ADDRESS_VARIABLE, ARGS_VARIABLE, Sidecar
@@ -38,6 +39,13 @@ _MOST_TIMEOUTS = 3
 _LOOK_SECONDS = 1.0
 _PREFIX = "rollout-plugin-"
 _SHOWN_SECONDS = 60.0
+
+Verify = Callable[[], Awaitable[None]]
+"""Raises ``RolloutError`` if a file of a plugin has changed since the run was planned."""
+
+
+async def unpinned() -> None:
+    """A :data:`Verify` of a plugin that no plan pins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ class SupervisedSidecar:
     connection is made again.
     """
 
-    def __init__(self, manifest: Manifest, *, args: str = "", verify: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, manifest: Manifest, *, args: str = "", verify: Verify = unpinned) -> None:
         """args: of an environment, a JSON object. verify: called before each start; raises if a
         file of the plugin has changed."""
         self.manifest = manifest
@@ -87,6 +95,7 @@ class SupervisedSidecar:
         self._drained = asyncio.Event()
         self._condition: Condition | None = None
         self._ended = False
+        self._reaping: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -142,6 +151,7 @@ class SupervisedSidecar:
         self.kill()
         if sidecar is not None:
             await sidecar.close()
+        await reaped(self._reaping)
         for task in list(self._tasks):
             task.cancel()
 
@@ -152,10 +162,7 @@ class SupervisedSidecar:
         if process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            try:
-                process.wait(KILLED_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.warning("process %d of the sidecar `%s` does not end: it waits in the kernel", process.pid, self.name)
+            self._reaping = reap(process, f"the sidecar `{self.name}`")
             assert process.stdin is not None
             process.stdin.close()
         if self._folder:
@@ -180,9 +187,9 @@ class SupervisedSidecar:
         delay = self._not_before - time.monotonic()
         if delay > 0:
             await asyncio.sleep(delay)
+        await self._verify()
         if self._ended:
             raise wire.PluginUnavailable(f"the sidecar `{self.name}` is closed")
-        self._verify()
         self.kill()
         self._failures += 1
         if self._failures > 1:

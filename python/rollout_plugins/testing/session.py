@@ -17,7 +17,7 @@ from rollout.hosting.manifest import is_manifest, read_manifest
 from rollout.plugin import split_plugin
 from rollout.plugin.installed import KINDS, PluginNotInstalled, installed, is_installed, normal
 from rollout_plugins.testing.report import CheckFailed, Report, SamplesInvalid, Verdict
-from rollout_plugins.testing.subject import Hosted, Json, Subject, folder_of
+from rollout_plugins.testing.subject import Hosted, Json, Subject, samples_folder
 
 SECONDS = 55.0
 """Time of all checks."""
@@ -249,7 +249,7 @@ def _kind(plugin: str, base_dir: str, samples: list[Json]) -> str:
 def _samples_file(plugin: str, base_dir: str, named: str) -> Path:
     if named:
         return Path(base_dir, named)
-    name, folder = split_plugin(plugin)[1], folder_of(plugin, base_dir)
+    name, folder = split_plugin(plugin)[1], samples_folder(plugin, base_dir)
     for path in (folder / f"{name}.samples.jsonl", folder / "samples.jsonl"):
         if path.is_file():
             return path

@@ -230,7 +230,7 @@ def _answer(found: Any) -> Json:
     return {"children": len(found.turns)}
 
 
-def folder_of(plugin: str, base_dir: str) -> Path:
+def samples_folder(plugin: str, base_dir: str) -> Path:
     """The folder of ``file.py:NAME`` or ``plugin.toml:NAME``; ``base_dir`` for others."""
     file = plugin.rpartition(":")[0]
     return Path(base_dir, file).parent if file.endswith((".py", ".toml")) else Path(base_dir)

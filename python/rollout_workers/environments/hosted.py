@@ -19,7 +19,7 @@ from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.child import ChildProcess
 from rollout.hosting.host import NO_DEADLINE, Source
-from rollout.hosting.supervised import SupervisedSidecar
+from rollout.hosting.supervised import SupervisedSidecar, Verify, unpinned
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Hosted:
         *,
         processes: int = _PROCESSES,
         command: Sequence[str] = (sys.executable,),
-        verify: Callable[[], None] = lambda: None,
+        verify: Verify = unpinned,
         sidecar: SupervisedSidecar | None = None,
     ) -> None:
         """source: of an environment. command: the Python interpreter. verify: called before a
@@ -59,7 +59,7 @@ class Hosted:
 
     async def start(self) -> None:
         """Start the processes. Raises ``RolloutError``."""
-        self._verify()
+        await self._verify()
         handshakes = await asyncio.gather(*(child.process.start() for child in self._children))
         named = [info for info in handshakes[0].plugins if info.kind == pb.PLUGIN_KIND_ENVIRONMENT and info.name == self._class]
         info = named[0]
@@ -206,7 +206,7 @@ class _Home:
 class _Child:
     """A process, and how often it was started again."""
 
-    def __init__(self, process: ChildProcess | SupervisedSidecar, verify: Callable[[], None]) -> None:
+    def __init__(self, process: ChildProcess | SupervisedSidecar, verify: Verify) -> None:
         self.process, self._verify = process, verify
         self.starts = 0
         self._starting: asyncio.Task[None] | None = None
@@ -219,6 +219,6 @@ class _Child:
         return await self.process.call(method, request, NO_DEADLINE)
 
     async def _start(self) -> None:
-        self._verify()
+        await self._verify()
         await self.process.start()
         self.starts += 1

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.environment import Environment, ManagedEnvironment
+from rollout.hosting.supervised import Verify, unpinned
 from rollout.plan.v1.plan_pb2 import Tool
 from rollout_workers.data.prompts import PromptReader, Text
 from rollout_workers.rewards.rewards import Scorer
@@ -41,7 +42,7 @@ class Context:
     rewards: Scorer | None
     text: Text
     base_dir: str = "."
-    verify: Callable[[], None] = lambda: None
+    verify: Verify = unpinned
     tools: Sequence[Tool] | None = None
     changed: Callable[[str], None] = lambda message: None
     calls: Calls = field(default_factory=Calls)

@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from rollout.errors import RolloutError
 from rollout.hosting.child import ChildProcess
 from rollout.hosting.exchange import tool_schema
 from rollout.hosting.manifest import is_manifest, read_manifest
-from rollout.hosting.supervised import SupervisedSidecar
+from rollout.hosting.supervised import SupervisedSidecar, Verify, unpinned
 from rollout.hosting.wire import PluginTimeout
 from rollout.plugin.v1 import plugin_pb2 as pb
 from rollout.tools import (
@@ -65,7 +65,7 @@ def toolboxes(
     base_dir: str,
     seconds: float,
     python: str,
-    verify: Callable[[], None] = lambda: None,
+    verify: Verify = unpinned,
     calls: Calls | None = None,
 ) -> list[Toolbox]:
     """The tools that ``[environment.args]`` names. verify: raises if a file has changed. calls:
@@ -141,9 +141,7 @@ class SidecarTool:
     repeated, because it may have had an effect: the episode is INFRA_FAILED with
     ``PLUGIN_EXITED``."""
 
-    def __init__(
-        self, plugin: str, base_dir: str, seconds: float, verify: Callable[[], None] = lambda: None, calls: Calls | None = None
-    ) -> None:
+    def __init__(self, plugin: str, base_dir: str, seconds: float, verify: Verify = unpinned, calls: Calls | None = None) -> None:
         """plugin: ``plugin.toml:NAME``. seconds: longest time of a call. verify: raises if a file
         has changed. calls: where the sidecar is named."""
         self._manifest = read_manifest(plugin, base_dir, kind="tool")
@@ -207,7 +205,7 @@ class Tools:
         answers: SingleTurn,
         prompts: PromptReader,
         boxes: Sequence[Toolbox],
-        verify: Callable[[], None] = lambda: None,
+        verify: Verify = unpinned,
         *,
         calls: Calls | None = None,
         seconds: float = 0.0,
@@ -221,7 +219,7 @@ class Tools:
 
     async def start(self) -> None:
         """Start the tools. Raises ``RolloutError``."""
-        self._verify()
+        await self._verify()
         for box in self._boxes:
             await box.start()
             for schema in box.schemas:

@@ -78,7 +78,7 @@ async def open_pipeline(
     """Make the environments and the pipeline of a worker. Raises ``EnvironmentChanged``, and the
     errors of ``start_playing``."""
     config = spec.plan.config
-    Pinned(spec.plan.inputs, spec.base_dir, parts.lifecycle.crash, environment=True).verify_running()
+    await Pinned(spec.plan.inputs, spec.base_dir, parts.lifecycle.crash, environment=True).verify_running()
     playing = await start_playing(spec, model, parts.client)
     cleanup.callback(playing.close)
     for task in playing.tasks:

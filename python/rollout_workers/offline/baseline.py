@@ -16,7 +16,7 @@ def with_baseline(rows: Sequence[bytes], path: str) -> list[bytes]:
     """The rows, each with the first completion that the output at ``path`` has for it. Raises
     :class:`BadBaseline`, ``SourceError``."""
     completions: dict[int, tuple[dict[str, Any], str]] = {}
-    for number, line in enumerate(open_source(Source(path), "").rows()):
+    for number, line in enumerate(open_source(Source(path), "").rows(), 1):
         record = json.loads(line)
         try:
             place, completion, data = int(record["row"]), str(record["completion"]), record["data"]

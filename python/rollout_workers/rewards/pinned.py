@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ClassVar
@@ -53,7 +54,7 @@ class Pinned:
 
     def verify(self) -> None:
         """Raise :class:`RewardChanged` or :class:`EnvironmentChanged` if a file differs from the
-        plan, and ``PluginChanged`` if a package does."""
+        plan, and ``PluginChanged`` if a package does. Blocks: it reads all of them."""
         compare(self._packages)
         for name, path, expected in self._files:
             if (found := _digest(path)) != expected:
@@ -62,10 +63,10 @@ class Pinned:
                     fix=f"restore the file and resume the run, or start a new run with the changed {self._what}",
                 )
 
-    def verify_running(self) -> None:
-        """Like ``verify``, and report a change with ``on_change`` too."""
+    async def verify_running(self) -> None:
+        """``verify`` in a thread; reports a change with ``on_change`` too."""
         try:
-            self.verify()
+            await asyncio.to_thread(self.verify)
         except RolloutError as error:
             self.on_change(str(error))
             raise

@@ -19,7 +19,7 @@ from rollout.hosting.child import ChildProcess
 from rollout.hosting.host import Source
 from rollout.hosting.manifest import read_manifest
 from rollout.hosting.runner import Runner
-from rollout.hosting.supervised import Condition, SupervisedSidecar
+from rollout.hosting.supervised import Condition, SupervisedSidecar, unpinned
 from rollout.plugin import RewardShapeError, Score
 from rollout.plugin.installed import PluginChanged
 from rollout.plugin.v1 import plugin_pb2 as pb
@@ -92,7 +92,7 @@ class SidecarReward:
 
     async def start(self) -> None:
         """Start the sidecar. Raises ``RewardError``."""
-        verify = self._pinned.verify_running if self._pinned is not None else lambda: None
+        verify = self._pinned.verify_running if self._pinned is not None else unpinned
         try:
             manifest = await asyncio.to_thread(read_manifest, self._plugin, self._base_dir, kind="reward")
             self._sidecar = SupervisedSidecar(manifest, verify=verify)
@@ -155,7 +155,7 @@ class RewardPool:
 
     async def _begin(self) -> ChildProcess | BoxedProcess:
         if self._pinned is not None:
-            self._pinned.verify()
+            await asyncio.to_thread(self._pinned.verify)
         process: ChildProcess | BoxedProcess
         if self._box is not None and self._server is not None:
             process = BoxedProcess(self._server, self._source["plugin"], self._source["base_dir"], self._box)

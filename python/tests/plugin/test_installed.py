@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +19,10 @@ from rollout.plan.v1.plan_pb2 import PluginPackage
 from rollout.plugin import Sample, call_reward, load_reward
 from rollout.plugin.installed import Installed, PluginChanged, installed, is_installed, load_installed, package
 from rollout_plugins.command import command
+from rollout_workers.environments.hosted import Hosted
+from rollout_workers.environments.tools import Tools
 from rollout_workers.rewards.pinned import Pinned
+from rollout_workers.rewards.plugin import RewardPool, SidecarReward
 
 ENTRIES = "[rollout.plugins]\nreward.length = acme_code:length\ntool.add = acme_code:add\nbad = acme_code:add\n"
 CODE = """def length(samples):
@@ -96,7 +101,7 @@ def test_an_editable_package_has_the_digest_of_its_sources(site: Path) -> None:
     assert package("acme-code:length", "reward").digest != first.digest
 
 
-def test_a_worker_refuses_a_changed_package(site: Path) -> None:
+async def test_a_worker_refuses_a_changed_package(site: Path) -> None:
     found = package("acme-code:length", "reward")
     changes: list[str] = []
 
@@ -104,14 +109,37 @@ def test_a_worker_refuses_a_changed_package(site: Path) -> None:
         entry = PluginPackage(name=found.name, version=version, digest=found.digest, kinds=[kind])
         return Pinned([], str(site), changes.append, plugins=[entry])
 
-    pinned().verify_running()
+    await pinned().verify_running()
     (site / "acme_code.py").write_text(CODE + "\n")
     with pytest.raises(PluginChanged, match=r"the files of acme-code 1\.2 have changed since the run was planned"):
-        pinned().verify_running()
+        await pinned().verify_running()
     assert len(changes) == 1 and PluginChanged.permanent
     with pytest.raises(PluginChanged, match=r"the plan has plugins of acme-code 1\.1, but 1\.2 is installed"):
         pinned(version="1.1").verify()
     pinned("tool").verify()  # not of the reward
+
+
+async def test_files_are_verified_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package may have thousands of files, and calls of other plugins must not wait for them."""
+    threads: list[str] = []
+    monkeypatch.setattr(Pinned, "verify", lambda _: threads.append(threading.current_thread().name))
+    (tmp_path / "plugin.toml").write_text('name = "f"\nversion = "1"\nkind = "reward"\ncommand = ["true"]\n')
+    (tmp_path / "r.py").write_text("def f(samples): return [1.0]\n")
+    pinned = Pinned([], str(tmp_path), pytest.fail)
+    pool = RewardPool({"kind": "reward", "plugin": "r.py:f", "base_dir": str(tmp_path)}, pinned)
+    sidecar = SidecarReward("plugin.toml:f", str(tmp_path), pinned)
+    hosted = Hosted({"kind": "environment", "plugin": "r.py:E", "base_dir": str(tmp_path)}, verify=pinned.verify_running)
+    tools = Tools(cast(Any, None), cast(Any, None), [], pinned.verify_running)
+    await pool.start()
+    await tools.start()
+    with pytest.raises(RolloutError):  # it serves nothing
+        await sidecar.start()
+    with pytest.raises(RolloutError):  # the file has no E
+        await hosted.start()
+    for source in (pool, sidecar):
+        await source.close()
+    await hosted.shutdown()
+    assert len(threads) == 4 and threading.main_thread().name not in threads, threads
 
 
 def test_a_wheel_is_installed_and_listed(
