@@ -25,7 +25,6 @@ from rollout.plugin.installed import is_installed
 from rollout.plugin.loading import folder_of_file, load_object
 from rollout.plugin.schema import function_schema
 from rollout.probe.reward import local_files, packages_of, watchdog
-from rollout.probe.sidecars import sidecar_episode, sidecar_tool
 from rollout.probe.tokenizer import Json
 from rollout.sandbox import Sandbox
 from rollout.tools import BOXED, Search, named_tools
@@ -40,6 +39,8 @@ def dry_episode(request: Json, hung: Callable[[EnvironmentTimeout], None], began
         return asyncio.run(_dry_servers(request, began))
     path, users = request["plugin"], request["base_dir"]
     if is_manifest(path):
+        from rollout.probe.sidecars import sidecar_episode  # grpc takes a while to import
+
         return asyncio.run(sidecar_episode(request, began))
     loaded = source(request.get("kind", ""), path, users, request.get("args") or "{}")
     limit = float(request["timeout_seconds"])
@@ -76,6 +77,8 @@ def _dry_tools(request: Json, began: Callable[[], None]) -> Json:
     pinned: list[str] = []
     for file in files:
         if is_manifest(file):
+            from rollout.probe.sidecars import sidecar_tool
+
             pinned += asyncio.run(sidecar_tool(file, base_dir))
         else:
             function_schema(load_object(file, base_dir, kind="tool"))

@@ -36,6 +36,12 @@ def call(folder: Path, body: str, *, timeout: float = 10.0) -> dict[str, Any]:
     return probe({"reward": request})["reward"]
 
 
+def test_the_calls_of_environments_are_imported_without_grpc() -> None:
+    """Only sidecars need it, and each probe would wait for its import."""
+    code = "import sys, rollout.probe.__main__, rollout.probe.episode; assert 'grpc' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_versions_are_found_without_importing() -> None:
     answer = probe({"packages": ["torch", "unobtainium"]})
     assert answer["packages"]["torch"]
