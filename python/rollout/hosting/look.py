@@ -188,12 +188,20 @@ def _pool(frame: FrameType | None) -> Any:
 
 
 def _replaced(pool: Any) -> bool:
-    """Whether a process of a pool has ended that should not: another one was started later, so
-    their numbers are not consecutive."""
+    """Whether a process of a pool has ended that should not: another one was started after the
+    thread that replaces them, which the pool starts once it has all."""
     if pool._maxtasksperchild is not None:
         return False
-    numbers = [process._identity[-1] for process in list(pool._pool)]
-    return max(numbers) - min(numbers) >= len(numbers)
+    try:
+        pool_began = _ticks(f"self/task/{pool._worker_handler.native_id}")
+        return any(_ticks(str(process.pid)) > pool_began for process in list(pool._pool))
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def _ticks(process: str) -> int:
+    """The start of a process or of a thread, in clock ticks since the machine's start."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[19])
 
 
 def _of_task(task: asyncio.Task[Any]) -> At | None:
@@ -237,9 +245,8 @@ def _shown(source: str) -> str:
 
 def _began(pid: int) -> float:
     """When a process began, in seconds since 1970."""
-    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])
     up = float(Path("/proc/uptime").read_text().split()[0])
-    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - up + _ticks(str(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 def _is_user(file: str) -> bool:
