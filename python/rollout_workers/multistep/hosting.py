@@ -65,7 +65,7 @@ async def run_environment_worker(spec: WorkerSpec, who: Identity, lifecycle: Lif
     """Make the environments, register, and answer commands until ``lifecycle`` ends. Raises
     :class:`SettingsInvalid`, ``EnvironmentChanged``, and the errors of ``maker``."""
     rank, peers = ranks_of(spec)
-    Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, environment=True).verify_running()
+    await Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, environment=True).verify_running()
     hosted = await lifecycle.unless_leaving(asyncio.create_task(asyncio.to_thread(_make, spec, peers)))
     if hosted is None or lifecycle.leaving:
         return
