@@ -116,6 +116,11 @@ bench-plugins: build venv-dev ## Measure a reward in process, in a child process
 bench-episodes: build venv-dev ## Measure how busy 1,000 concurrent episodes of 20 turns keep the slots of simulated engines
 	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/episodes.py --check $(ARGS)
 
+.PHONY: bench-control
+bench-control: build venv-dev ## Measure environment steps per second through environment workers next to gymnasium's AsyncVectorEnv
+	@scripts/venv_control
+	@PYTHONPATH=python:.tools/control $(PYTHON) bench/control.py --check $(ARGS)
+
 .PHONY: bench-weights
 bench-weights: build venv-bench ## Measure patches of weights against XOR + zstd, and their delivery against a plain copy
 	@$(PYTHON) bench/weights.py $(ARGS)

@@ -79,8 +79,8 @@ class EpisodeRank:
         chosen = None if actions is None else np.asarray(actions)
         if chosen is not None and chosen.shape[:2] != (rows, chunk):
             raise BatchInvalid(f"actions have the shape {list(chosen.shape)}, not [{rows}, {chunk}, ...]")
-        rewards, played = torch.zeros(rows, chunk), torch.zeros(rows, chunk, dtype=torch.bool)
-        flags = {name: torch.zeros(rows, chunk, dtype=torch.bool) for name in FLAGS}
+        rewards, played = np.zeros((rows, chunk), np.float32), np.zeros((rows, chunk), np.bool_)
+        flags = {name: np.zeros((rows, chunk), np.bool_) for name in FLAGS}
         failures: dict[int, tuple[str, str]] = {}
         final = list(self._current)
         for row in ended:
@@ -104,10 +104,10 @@ class EpisodeRank:
         batch = {
             "obs": observations_of(self._current),
             "final_obs": observations_of(final) if bool(flags["dones"].any()) else None,
-            **flags,
-            "rewards": rewards,
+            **{name: torch.from_numpy(flag) for name, flag in flags.items()},
+            "rewards": torch.from_numpy(rewards),
         }
-        return {"host": self.host, "turn": self._turn, "batch": batch, "played": played, "failures": failures}
+        return {"host": self.host, "turn": self._turn, "batch": batch, "played": torch.from_numpy(played), "failures": failures}
 
     def _reset(self, row: int, how: Mapping[str, Any]) -> None:
         environment = self._environments[row]
@@ -117,7 +117,7 @@ class EpisodeRank:
         self._current[row] = environment.reset(seed=how["seed"], **({} if options is None else {"options": options}))[0]
         self._steps[row] = 0
 
-    def _chunk_of(self, row: int, actions: Any, rewards: torch.Tensor, played: torch.Tensor) -> tuple[bool, bool]:
+    def _chunk_of(self, row: int, actions: Any, rewards: np.ndarray[Any, Any], played: np.ndarray[Any, Any]) -> tuple[bool, bool]:
         """Play a chunk in a row. Returns whether its episode terminated, and whether it was
         truncated."""
         environment, steps = self._environments[row], self._steps[row]

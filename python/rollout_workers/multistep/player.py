@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,13 @@ from rollout_workers.multistep.worker import MultiStepRolloutWorker
 log = logging.getLogger(__name__)
 
 _POLICY = "POLICY_FAILED"
+_ARRAYS = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool})
+
+
+Turn = Mapping[str, np.ndarray[Any, Any]]
+"""Of all rows, whose episodes share it: small tensors, because rows of arrays are taken several
+times faster than tensors are copied."""
+_MOST_SHARED = 4096  # bytes of a row: a turn is kept until the last of its episodes ends
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +54,9 @@ class Played:
     versions: list[int] = field(default_factory=list)
     steps: int = 0
     since: float = field(default_factory=time.time)
-    chunks: list[dict[str, Tensor]] = field(default_factory=list)
+    chunks: list[tuple[Turn, int, Mapping[str, Tensor]]] = field(default_factory=list)
+    """Until the end: of each chunk, the turn in which it was played, its row, and its tensors that
+    the turn does not have."""
 
 
 class ByRow:
@@ -234,25 +244,26 @@ class Player:
                 "the policy must return `prev_logprobs`, `prev_values`, and `forward_inputs`",
                 fix="docs/multistep.md lists what a policy returns",
             )
+        tensors = {f"inputs.{name}": tensor for name, tensor in inputs.items()}
+        tensors |= {"logprobs": logprobs, "values": values, "rewards": rewards, "dones": dones, "played": played}
+        turn, own = _shared({**tensors, "earned": received["rewards"]})
+        steps, over, cut = played.sum(-1).tolist(), ended.tolist(), truncated.tolist()
         for row in acting:
             episode = self._rows[row]
             if episode is None or row in self._link.failures:
                 continue
-            chunk = {f"inputs.{name}": tensor[row].clone() for name, tensor in inputs.items()}
-            chunk["logprobs"], chunk["values"] = logprobs[row].clone(), values[row].clone()
-            chunk["rewards"], chunk["dones"], chunk["played"] = rewards[row].clone(), dones[row].clone(), played[row].clone()
-            chunk["earned"] = received["rewards"][row].clone()
-            episode.chunks.append(chunk)
+            episode.chunks.append((turn, row, {name: tensor[row].clone() for name, tensor in own.items()}))
             episode.versions.append(version)
-            steps = int(played[row].sum())
-            episode.steps += steps
-            self._engine.played += steps
-            if ended[row]:
+            episode.steps += steps[row]
+            self._engine.played += steps[row]
+            if over[row]:
                 self._rows[row] = None
-                self._end(episode, bool(truncated[row]))
+                self._end(episode, cut[row])
 
     def _end(self, episode: Played, truncated: bool) -> None:
-        stacked = {name: torch.stack([chunk[name] for chunk in episode.chunks]) for name in episode.chunks[0]}
+        shared, _, own = episode.chunks[0]
+        stacked = {name: torch.from_numpy(np.stack([turn[name][row] for turn, row, _ in episode.chunks])) for name in shared}
+        stacked |= {name: torch.stack([each[name] for _, _, each in episode.chunks]) for name in own}
         earned = stacked.pop("earned")
         episode.tensors, episode.chunks = stacked, []
         outcome = "truncated" if truncated else "completed"
@@ -293,6 +304,18 @@ class Player:
 
     def _counts(self) -> tuple[int, int]:
         return sum(episode is not None for episode in self._rows), len(self._waiting)
+
+
+def _shared(tensors: Mapping[str, Tensor]) -> tuple[Turn, dict[str, Tensor]]:
+    """Copies of the tensors that a turn shares, and the others."""
+    turn: dict[str, np.ndarray[Any, Any]] = {}
+    own: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype in _ARRAYS and tensor.nbytes <= _MOST_SHARED * len(tensor):
+            turn[name] = tensor.detach().cpu().clone().numpy()
+        else:
+            own[name] = tensor
+    return turn, own
 
 
 def _mixed(seed: int, turn: int) -> int:

@@ -29,7 +29,7 @@ from rollout_workers.multistep.engine import NoLanguageModel, PolicyEngine
 from rollout_workers.multistep.episodes import EpisodeRank
 from rollout_workers.multistep.errors import BatchInvalid
 from rollout_workers.multistep.link import MODE, CommandLink, host_episodes
-from rollout_workers.multistep.player import ByRow, Played, Player
+from rollout_workers.multistep.player import ByRow, Played, Player, _shared
 from rollout_workers.multistep.ranks import Peer, channel_key
 from rollout_workers.multistep.trainer import PolicyTrainer, chunks_of, loss_of
 from rollout_workers.trainer import ActingConfig, BadBatch, TrainerConfig, TrainSample
@@ -137,6 +137,19 @@ async def test_an_episode_does_not_depend_on_its_row_nor_on_the_other_episodes()
     async with playing(4) as (player, *_):
         alone = [(await play(player, [seed]))[0] for seed in range(16)]
     assert [content(e) for e in together] == [content(e) for e in reordered] == [content(e) for e in alone]
+
+
+def test_a_turn_shares_copies_of_small_tensors() -> None:
+    tensors = {
+        "small": torch.ones(2, 3),
+        "flat": torch.arange(2),
+        "half": torch.ones(2, 3, dtype=torch.bfloat16),
+        "image": torch.zeros(2, 3, 64, 64, dtype=torch.uint8),
+    }
+    turn, own = _shared(tensors)
+    assert turn.keys() == {"small", "flat"} and own.keys() == {"half", "image"}
+    tensors["small"].zero_()  # the policy may use its tensor again
+    assert turn["small"].tolist() == [[1.0] * 3] * 2 and turn["flat"].dtype == "int64"
 
 
 async def test_a_policy_without_seeds_is_computed_row_by_row() -> None:
