@@ -147,10 +147,14 @@ func (r *agentRun) sessionsOpen() (*waitv1.Wait, *workItem) {
 	}
 	slices.Sort(positions)
 	limit := r.config.GetLimits().GetAgentSeconds()
+	groups := "1 prompt group"
+	if len(positions) > 1 {
+		groups = fmt.Sprintf("%d prompt groups", len(positions))
+	}
 	return &waitv1.Wait{
 		Owner: wait.Agents, Reason: wait.SessionsOpen, Since: timestamppb.New(oldest.since), LimitSeconds: limit,
 		Positions: positions[:min(len(positions), mostPositions)], Groups: uint32(len(positions)),
-		Evidence: fmt.Sprintf("agents have the sessions of %d prompt groups and have not closed all of them", len(positions)),
+		Evidence: "agents have the sessions of " + groups + " and have not closed all of them",
 		Fix:      fmt.Sprintf("see why the agents close no sessions; after %.0f s (limits.agent_seconds) a group is issued again", limit),
 	}, oldest
 }

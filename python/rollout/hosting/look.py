@@ -8,6 +8,7 @@ signal makes faulthandler write the lines into a file in memory, ``_FILE``.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import faulthandler
@@ -30,7 +31,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rollout.waiting import why
 
@@ -60,7 +61,9 @@ class At(NamedTuple):
     ``socket.py``. does, fix: what the library says that it waits for (``rollout.waiting``); file is
     empty if only this is known. thread: that executes it, as the kernel numbers it; 0: the main
     thread. process: that should answer; 0 if that is not known. calls: the innermost function of a
-    library that it has called. source: the text of the line; empty if it can't be read."""
+    library that it has called. source: the text of the line; empty if it can't be read. context:
+    for people, the exception that it handles and the loop in which it sleeps; empty without
+    them."""
 
     file: str
     line: int
@@ -72,6 +75,7 @@ class At(NamedTuple):
     process: int = 0
     calls: str = ""
     source: str = ""
+    context: str = ""
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.line} ({self.function})"
@@ -114,16 +118,29 @@ def here(loop: asyncio.AbstractEventLoop) -> bytes:
     the calls. May be called by any thread."""
     own, main = threading.get_ident(), threading.main_thread().ident
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-    blocked = [_of_thread(frames[main])] if main in frames else []
+    handled = sys._current_exceptions()  # pyright: ignore[reportPrivateUsage]
+    blocked = [_of_thread(frames[main], handled.get(main))] if main in frames else []
     found: list[At | None] = [at for at in blocked if at is not None]
     if not found:
         with contextlib.suppress(RuntimeError):  # the tasks change while they are read
             found.extend(_of_task(task) for task in list(asyncio.all_tasks(loop)))
     seen = [at for at in found if at is not None]
-    if not seen or (not seen[0].does and any(name in _THREADS for name in seen[0].inner)):  # it waits for another thread
+    threaded = any(name in _THREADS for name in seen[0].inner) if seen else True
+    if not threaded and not any(blocked):
+        with contextlib.suppress(RuntimeError):
+            threaded = any(_awaits_thread(task) for task in list(asyncio.all_tasks(loop)))
+    if not seen or (not seen[0].does and threaded):  # it waits for another thread
         native = {thread.ident: thread.native_id or 0 for thread in threading.enumerate()}
-        others = [(native.get(ident, 0), _of_thread(f)) for ident, f in frames.items() if ident not in (own, main)]
+        others = [
+            (native.get(ident, 0), _of_thread(f, handled.get(ident))) for ident, f in frames.items() if ident not in (own, main)
+        ]
         working = [at._replace(thread=thread) for thread, at in others if at is not None]
+        workers = [f for ident, f in frames.items() if ident not in (own, main) and _executes(f)]
+        if working and workers and all(_awaits_result(f) for f in workers):
+            working = [
+                at._replace(does=_STARVED.format(len(workers)), fix=_UNSTARVED) if "_base.py" in at.inner else at
+                for at in working
+            ]
         seen = working or seen
     counted = Counter(at._replace(thread=0) for at in seen)
     common = [next(at for at in seen if at._replace(thread=0) == each) for each, _ in counted.most_common()]
@@ -132,6 +149,28 @@ def here(loop: asyncio.AbstractEventLoop) -> bytes:
 
 _THREADS = {"_base.py", "thread.py", "threads.py", "threading.py", "queue.py"}
 """Library files in which a thread or a task waits for another thread."""
+
+
+_STARVED = "waits for the result of a future, as all {} threads of executors do: work that is queued behind them never begins"
+_UNSTARVED = "submit nested work to another executor, or raise `max_workers`"
+
+
+def _executes(frame: FrameType | None) -> bool:
+    """Whether a thread of an executor is at work."""
+    files = [line.file for line in _called(frame)]
+    return len(files) > 3 and any(file.endswith("concurrent/futures/thread.py") for file in files[1:])
+
+
+def _awaits_result(frame: FrameType | None) -> bool:
+    return any(line.function == "result" and line.file.endswith("concurrent/futures/_base.py") for line in _called(frame))
+
+
+def _awaits_thread(task: asyncio.Task[Any]) -> bool:
+    """Whether a task awaits a future of another thread, as of ``run_in_executor``."""
+    waiter = getattr(task, "_fut_waiter", None)
+    futures = [waiter, *getattr(waiter, "_children", ())]  # of asyncio.gather
+    callbacks = [callback for future in futures for callback, _ in getattr(future, "_callbacks", None) or ()]
+    return any("_chain_future" in getattr(callback, "__qualname__", "") for callback in callbacks)
 
 
 class _Line(NamedTuple):
@@ -161,8 +200,18 @@ def _awaited(task: asyncio.Task[Any]) -> list[_Line]:
     return lines[::-1]
 
 
-def _of_thread(frame: FrameType) -> At | None:
+_HANDLES = "while it handles "
+
+
+def _of_thread(frame: FrameType, handled: object) -> At | None:
+    """handled: the exception that the thread handles; a tuple in Python 3.11."""
     at = _user_line(_called(frame))
+    error = cast(tuple[object, ...], handled)[1] if isinstance(handled, tuple) else handled
+    if at is not None and isinstance(error, BaseException):
+        with contextlib.suppress(Exception):  # the text is made by the user's code
+            url = getattr(error, "url", None) or getattr(getattr(error, "request", None), "url", "")  # of HTTP clients
+            named = _shown(f"{type(error).__name__}: {error}") + (f" from {_shown(str(url))}" if url else "")
+            at = at._replace(context=f"{_HANDLES}{named}")
     if at is None or "pool.py" not in at.inner or (pool := _pool(frame)) is None:
         return at
     does = f"waits for the results of a multiprocessing pool of {len(pool._pool)} processes"
@@ -232,9 +281,23 @@ def _with_source(at: At, pid: int) -> At:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode) or info.st_mtime > _began(pid) + 1:
                 return at
-            text = file.read(_SOURCE_BYTES).decode(errors="replace").split("\n")[at.line - 1 :][0]
-        return at._replace(source=_shown(text))
+            text = file.read(_SOURCE_BYTES).decode(errors="replace")
+        at = at._replace(source=_shown(text.split("\n")[at.line - 1 :][0]))
+        if "sleep" in at.source and (loop := _loop(text, at.line)):
+            at = at._replace(context=", ".join(filter(None, (f"in the loop `{loop}`", at.context))))
     return at
+
+
+def _loop(text: str, line: int) -> str:
+    """The first line of the innermost ``while`` loop around a line, if it has a condition."""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.While)]
+        around = [
+            node for node in loops if node.lineno < line <= (node.end_lineno or 0) and not isinstance(node.test, ast.Constant)
+        ]
+        if around:
+            return _shown(f"while {ast.unparse(max(around, key=lambda node: node.lineno).test)}:")
+    return ""
 
 
 def _shown(source: str) -> str:
@@ -296,14 +359,18 @@ async def look(pid: int, method: str, asked: Callable[[], Awaitable[bytes]]) -> 
             at = _parsed(await asked())
     except (TimeoutError, OSError, EOFError):
         at = await _signaled(pid) if pid else None
+    if at is not None and pid and not at.source:  # the process may not be able to open another file
+        at = _with_source(at, pid)
     if at is not None and at.does:
         if pid and at.process:  # what that one waits for in turn
             does, fix = await _of_kernel(at.process, None)
             at = at._replace(does=f"{at.does}, which {does}" if does else at.does, fix=fix or at.fix)
         return Look(pid, method, at if at.file else None, at.does, at.fix)
-    if not pid:
-        return Look(pid, method, at, "", "")
-    does, fix = await _of_kernel(pid, at)
+    does, fix = await _of_kernel(pid, at) if pid else ("", "")
+    if at is not None and at.context:
+        does = ", ".join(filter(None, (does, at.context)))
+        cause = at.context.rpartition(_HANDLES)[2]
+        fix = fix or (f"see what causes {cause}" if _HANDLES in at.context else "")
     return Look(pid, method, at, does, fix)
 
 
@@ -312,7 +379,7 @@ _LOOKING: set[int] = set()
 
 
 async def _of_kernel(pid: int, at: At | None) -> tuple[str, str]:
-    """``_kernel`` in a thread of its own, which no one waits for longer than a moment."""
+    """``_kernel`` in a separate thread; nothing waits for it longer than a moment."""
     if pid in _LOOKING:
         return "", ""
     loop = asyncio.get_running_loop()
@@ -342,10 +409,10 @@ async def _of_kernel(pid: int, at: At | None) -> tuple[str, str]:
 def _parsed(answer: bytes) -> At | None:
     """The first line of an answer; None without one, or if code in a sandbox forged it."""
     with contextlib.suppress(ValueError, TypeError, IndexError):
-        file, line, function, inner, does, fix, thread, process, calls, source = json.loads(answer)[0]
+        file, line, function, inner, does, fix, thread, process, calls, source, context = json.loads(answer)[0]
         texts = [" ".join(str(text).split())[:_LONGEST] for text in (file, function, does, fix, calls)]
         known = (texts[0], int(line), texts[1], tuple(map(str, inner)), texts[2], texts[3], int(thread), int(process))
-        return At(*known, calls=texts[4], source=_shown(str(source)))
+        return At(*known, calls=texts[4], source=_shown(str(source)), context=" ".join(str(context).split())[:_LONGEST])
     return None
 
 
@@ -402,36 +469,43 @@ def _kernel(pid: int, at: At | None, waiters: tuple[int, ...] = ()) -> tuple[str
     processes that wait for this one."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         thread = at.thread if at is not None and at.thread else pid
+        state = _thread_state(pid, thread)
+        if state == "T":
+            return "is stopped by a signal", f"continue it: `kill -CONT {pid}`"
+        if state == "t":
+            return "is stopped by a debugger", f"see which process traces process {pid} (TracerPid in /proc/{pid}/status)"
         call, arguments = _system_call(pid, thread)
         first = arguments[0] if arguments else 0
         inner = at.inner if at is not None else ()
         if call == "running":
             return _computes(pid)
         if call == "flock" or call == "fcntl":
-            return _file_lock(pid, first)
+            return _file_lock(pid, first, waiters)
         if call == "wait" or any("subprocess" in name for name in inner):
             return _child(pid, waiters)
         if call == "futex":
             return next((pool for name, pool in _POOLS.items() if name in inner), ("waits for a lock or a thread", ""))
         if call == "sleep":  # a library may sleep between two tries to get a lock, as SQLite does
-            return _locked_elsewhere(pid) or ("sleeps", "")
+            return _locked_elsewhere(pid, waiters) or _descriptors(pid) or (_sleep(pid, arguments), "")
         if call == "write" and _link(pid, first).startswith("pipe:"):
             return _full_pipe(pid, first)
         if call == "read" and (at is not None or waiters) and _link(pid, first).startswith("pipe:"):
             return _empty_pipe(pid, first, waiters)
-        if blocked := _file_system(pid, call, arguments, _thread_state(pid, thread) == "D"):
+        if call in ("open", "openat") and (waits := _opened_pipe(pid, _text_at(pid, arguments[call == "openat"]))):
+            return waits
+        if blocked := _file_system(pid, call, arguments, state == "D"):
             return blocked
         sockets = _sockets(pid)
         if call == "poll" and (polled := {link: sockets[link] for link in _polled(pid, arguments) if link in sockets}):
-            return _silent(list(polled.values()))
+            return _silent(pid, list(polled.values()), waiters)
         if call in ("read", "recv", "connect"):
             link = _link(pid, first)
             if link in sockets:
-                return _silent([sockets[link]])
+                return _silent(pid, [sockets[link]], waiters)
             if link.startswith("/"):
                 return f"reads {link}", f"see why {link} has no data"
         if call in ("poll", "select") and (not inner or any(name in _NETWORK or "http" in name for name in inner)) and sockets:
-            return _silent(list(sockets.values()))
+            return _silent(pid, list(sockets.values()), waiters)
         if at is not None and at.calls == "getaddrinfo":
             return (
                 "resolves a host name (getaddrinfo)",
@@ -498,6 +572,13 @@ def _file_system(pid: int, call: str, arguments: list[int], whole: bool) -> tupl
     if not path.startswith("/") or path.startswith("/dev/") or (call in ("open", "openat", "read") and _is_pipe(pid, path)):
         return None
     mount, kind = _mount(pid, path)
+    if kind.startswith("fuse") and (server := _fuse_server(mount)):
+        does, fix = _does(server, (pid,))
+        return (
+            f"{BLOCKED if whole else 'waits in the kernel'}: the {call.removesuffix('at')} of {path} waits for process {server} "
+            f"(`{_command(server)}`), which serves the file system at {mount} ({kind})" + (f" and {does}" if does else ""),
+            fix or f"see why process {server} does not answer; `fusermount -uz {mount}` ends its calls with an error",
+        )
     return (
         f"{BLOCKED if whole else 'waits in the kernel'}: the {call.removesuffix('at')} of {path} waits for the file system at "
         f"{mount} ({kind})",
@@ -628,18 +709,18 @@ def _link(pid: int, number: int) -> str:
     return ""
 
 
-def _file_lock(pid: int, number: int) -> tuple[str, str]:
+def _file_lock(pid: int, number: int, waiters: tuple[int, ...]) -> tuple[str, str]:
     """The file of a lock, and the processes that hold it."""
     path = _link(pid, number)
     inode = _inode(pid, number)
     for lock in _locks():
-        if lock.inode == inode and (named := _holders(lock, path)):
+        if lock.inode == inode and (named := _holders(lock, path, (*waiters, pid))):
             holders, fix = named
             return f"waits for the lock of {path}, which {holders}", fix
     return f"waits for the lock of {path}", "see which process holds the lock: `cat /proc/locks`"
 
 
-def _locked_elsewhere(pid: int) -> tuple[str, str] | None:
+def _locked_elsewhere(pid: int, waiters: tuple[int, ...]) -> tuple[str, str] | None:
     """A file that this process has open, and whose lock for writing another process holds."""
     opened: dict[int, str] = {}
     for file in Path(f"/proc/{pid}/fd").iterdir():
@@ -647,7 +728,13 @@ def _locked_elsewhere(pid: int) -> tuple[str, str] | None:
             if (path := os.readlink(file)).startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")):
                 opened[_inode(pid, int(file.name))] = path
     for lock in _locks():
-        if lock.writes and lock.pid != pid and lock.inode in opened and (named := _holders(lock, opened[lock.inode])):
+        if (
+            lock.writes
+            and lock.pid != pid
+            and lock.inode in opened
+            and not (lock.described and _shares(Path(f"/proc/{pid}"), lock.inode))  # it has inherited the lock
+            and (named := _holders(lock, opened[lock.inode], (*waiters, pid)))
+        ):
             holders, fix = named
             return f"sleeps, and has {opened[lock.inode]} open, whose lock {holders}", fix
     return None
@@ -683,13 +770,17 @@ def _locks() -> Iterator[_Lock]:
                 yield _Lock(int(fields[5].rpartition(":")[2]), int(fields[4]), fields[3] == "WRITE", fields[1] != "POSIX")
 
 
-def _holders(lock: _Lock, path: str) -> tuple[str, str] | None:
-    """Who holds a lock, and what ends that; None if its process is in another namespace."""
+def _holders(lock: _Lock, path: str, waiters: tuple[int, ...]) -> tuple[str, str] | None:
+    """Who holds a lock, what that one waits for, and what ends that; None if its process is in
+    another namespace."""
     pids = ([lock.pid] if lock.pid > 0 and Path(f"/proc/{lock.pid}").exists() else []) if not lock.described else _sharing(lock)
     if not pids:
         return None
     named = [f"process {pid} (`{_command(pid)}`)" for pid in pids[:_MOST]]
     if len(pids) == 1:
+        does, fix = _does(pids[0], waiters)
+        if fix:
+            return f"{named[0]} holds, and which {does}", fix
         return f"{named[0]} holds", f"see why process {pids[0]} holds the lock of {path}; the lock ends with it"
     numbers = " ".join(map(str, pids))
     return (
@@ -728,23 +819,84 @@ def _polled(pid: int, arguments: list[int]) -> list[str]:
     return []
 
 
-def _sockets(pid: int) -> dict[str, str]:
-    """The remote addresses of the open connections of a process, by the link of the descriptor. Of
-    UDP it has those to name servers."""
+class _Connection(NamedTuple):
+    """An open connection. local, remote: addresses. connecting: it is not connected yet."""
+
+    local: str
+    remote: str
+    connecting: bool
+
+
+def _sockets(pid: int) -> dict[str, _Connection]:
+    """The connections that a process has opened, by the link of the descriptor. Of UDP it has those
+    to name servers."""
     links = {_link(pid, int(file.name)) for file in Path(f"/proc/{pid}/fd").iterdir()}
-    found: dict[str, str] = {}
+    found: dict[str, _Connection] = {}
+    served: set[str] = set()  # ports on which it listens: it has accepted the connections to them
+    for table, each in _connections(pid):
+        if each.link not in links:
+            continue
+        if each.state == _LISTENS:
+            served.add(_port(each.local))
+        elif each.state in (_CONNECTED, _CONNECTING) and (table.startswith("tcp") or each.remote.endswith(_NAME_SERVER)):
+            found[each.link] = _Connection(each.local, each.remote, table.startswith("tcp") and each.state == _CONNECTING)
+    return {link: each for link, each in found.items() if _port(each.local) not in served}
+
+
+_CONNECTED, _CONNECTING, _LISTENS = "01", "02", "0A"
+
+
+class _Entry(NamedTuple):
+    """A line of /proc/net/tcp."""
+
+    local: str
+    remote: str
+    state: str
+    link: str
+
+
+def _connections(pid: int) -> Iterator[tuple[str, _Entry]]:
+    """The connections in the network namespace of a process, with the table that has them."""
     for table in ("tcp", "tcp6", "udp", "udp6"):
         with contextlib.suppress(OSError):
             for line in itertools.islice(Path(f"/proc/{pid}/net/{table}").read_text().splitlines(), 1, None):
                 fields = line.split()
-                link = f"socket:[{fields[9]}]"
-                if fields[3] in ("01", "02") and link in links:  # ESTABLISHED, SYN_SENT
-                    address = _address(fields[2])
-                    if table.startswith("tcp"):
-                        found[link] = address + (" (not connected yet)" if fields[3] == "02" else "")
-                    elif address.endswith(_NAME_SERVER):
-                        found[link] = address
-    return found
+                yield table, _Entry(_address(fields[1]), _address(fields[2]), fields[3], f"socket:[{fields[9]}]")
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _peer(pid: int, connection: _Connection) -> int:
+    """The process of this host at the other end of a connection: that has it, or listens for it. 0
+    without one."""
+    entries = [entry for table, entry in _connections(pid) if table.startswith("tcp")]
+    own = {connection.local, _mapped(connection.local)}
+    far = {connection.remote, _mapped(connection.remote)}
+    links = [e.link for e in entries if e.local in far and e.remote in own]
+    if links or connection.remote.startswith(("127.", "[::1]")):
+        anywhere = {f"{host}:{_port(connection.remote)}" for host in ("0.0.0.0", "[::]")}
+        links += [e.link for e in entries if e.state == _LISTENS and e.local in far | anywhere]
+    for link in links:
+        if (owners := _with_link(link)) and owners[0] != pid:
+            return owners[0]
+    return 0
+
+
+def _mapped(address: str) -> str:
+    """An IPv4 address as an IPv6 socket has it."""
+    return f"[::ffff:{address.rpartition(':')[0]}]:{_port(address)}"
+
+
+def _with_link(link: str) -> list[int]:
+    """The processes that have a descriptor with this link."""
+    found: list[int] = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdecimal() and any(os.readlink(file) == link for file in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return sorted(found)
 
 
 def _address(text: str) -> str:
@@ -755,7 +907,8 @@ def _address(text: str) -> str:
     return f"{name}:{int(port, 16)}" if len(words) == 4 else f"[{name}]:{int(port, 16)}"
 
 
-def _silent(addresses: list[str]) -> tuple[str, str]:
+def _silent(pid: int, connections: list[_Connection], waiters: tuple[int, ...]) -> tuple[str, str]:
+    addresses = [each.remote for each in connections]
     servers = sorted({address for address in addresses if address.endswith(_NAME_SERVER)})[:_MOST]
     if servers:  # a request follows the resolution of its host
         named = ", ".join(servers)
@@ -764,4 +917,97 @@ def _silent(addresses: list[str]) -> tuple[str, str]:
             f"see why the name server {named} does not answer; /etc/resolv.conf names it",
         )
     named = ", ".join(sorted(set(addresses))[:_MOST])
-    return f"waits for an answer of {named}", f"see why {named} does not answer; restart it, or give the request a timeout"
+    awaited, fails = (
+        ("a connection to", "accepts no connection") if connections[0].connecting else ("an answer of", "does not answer")
+    )
+    waits, fix = f"waits for {awaited} {named}", f"see why {named} {fails}; restart it, or give the request a timeout"
+    peer = _peer(pid, connections[0]) if len(set(addresses)) == 1 else 0
+    if not peer:
+        return waits, fix
+    if os.path.basename(_command(peer).partition(" ")[0]) == _CONTROL_PLANE:
+        return (
+            f"{waits}, an endpoint of the control plane (process {peer})",
+            "see what else the run waits for: a request to its own endpoint may wait for the step that waits for this call; "
+            "give the request a timeout",
+        )
+    if peer in waiters:
+        return f"{waits}, where process {peer} (`{_command(peer)}`) listens, which waits for this one", fix
+    does, deeper = _does(peer, (*waiters, pid))
+    return (
+        f"{waits}, where process {peer} (`{_command(peer)}`) listens" + (f", which {does}" if does else ""),
+        deeper or f"see why process {peer} {fails}, or give the request a timeout",
+    )
+
+
+_CONTROL_PLANE = "rolloutd"
+
+
+def _does(pid: int, waiters: tuple[int, ...]) -> tuple[str, str]:
+    """What a process does that others wait for, and what ends that; empty if nothing is known. Of
+    several threads it is one that waits for something."""
+    if len(waiters) >= _DEEPEST:
+        return "", ""
+    with contextlib.suppress(OSError):
+        threads = sorted(int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
+        for thread in threads[:_MOST_THREADS]:
+            if _system_call(pid, thread)[0] == "running" and _thread_state(pid, thread) not in ("T", "t"):
+                continue
+            does, fix = _kernel(pid, At("", 0, "", thread=thread), waiters)
+            if fix:
+                return does, fix
+    return "", ""
+
+
+_MOST_THREADS = 64
+
+
+def _opened_pipe(pid: int, path: str) -> tuple[str, str] | None:
+    """A named pipe that a process opens, which waits for its other end."""
+    if not path.startswith("/") or not _is_pipe(pid, path):
+        return None
+    return (
+        f"opens {path}, a named pipe that no process has open at its other end",
+        f"start what should read or write {path}, or correct the path",
+    )
+
+
+def _fuse_server(mount: str) -> int:
+    """The process that serves a file system: of those with /dev/fuse the one whose command has the
+    mount point, or the only one. 0 if it is not known."""
+    servers = _with_link("/dev/fuse")
+    named = [server for server in servers if mount in Path(f"/proc/{server}/cmdline").read_text(errors="replace").split("\0")]
+    found = named or servers
+    return found[0] if len(found) == 1 else 0
+
+
+def _descriptors(pid: int) -> tuple[str, str] | None:
+    """That a process has all descriptors open that it may have."""
+    fields = next(
+        line.split() for line in Path(f"/proc/{pid}/limits").read_text().splitlines() if line.startswith("Max open files")
+    )
+    links = Counter(_link(pid, int(file.name)) for file in Path(f"/proc/{pid}/fd").iterdir())
+    if not fields[3].isdecimal() or links.total() < int(fields[3]):
+        return None
+    link, count = links.most_common(1)[0]
+    most = f", {count} of them of {link}" if count > 1 else ""
+    return (
+        f"sleeps, and has {links.total()} files open{most}: the limit is {fields[3]}, so it can open no other",
+        "close each file (`with open(..)`), or raise the limit (`ulimit -n`)",
+    )
+
+
+def _sleep(pid: int, arguments: list[int]) -> str:
+    """How long a process sleeps."""
+    with contextlib.suppress(OSError, OverflowError, IndexError), open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        with_clock = arguments[0] < _CLOCKS  # clock_nanosleep(clock, flags, time); nanosleep(time) has an address there
+        memory.seek(arguments[2] if with_clock else arguments[0])
+        data = memory.read(16)
+        seconds = int.from_bytes(data[:8], sys.byteorder) + int.from_bytes(data[8:], sys.byteorder) / 1e9
+        if with_clock and arguments[1] & 1:  # TIMER_ABSTIME
+            left = seconds - (time.monotonic() if arguments[0] == 1 else time.time())
+            return f"sleeps for another {left:.0f} s" if left >= 1 else "sleeps"
+        return f"sleeps for {seconds:.0f} s" if seconds >= 1 else "sleeps"
+    return "sleeps"
+
+
+_CLOCKS = 16

@@ -9,13 +9,14 @@ import http.server
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from rollout.plugin.v1 import plugin_pb2 as pb
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 _REWARDS = """
-import asyncio, ctypes, fcntl, os, re, socket, sqlite3, subprocess, threading, time
+import asyncio, ctypes, fcntl, os, re, resource, socket, sqlite3, subprocess, threading, time
 from multiprocessing import Pool
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,6 +46,46 @@ def loops(samples):
 
 def naps(samples):
     time.sleep(1000)  # here: naps
+
+
+def retries(samples):
+    from urllib.error import HTTPError
+
+    try:
+        raise HTTPError("http://judge", 429, "Too Many Requests", None, None)
+    except HTTPError:
+        time.sleep(3600)  # here: retries
+
+
+def polls(samples):
+    while True:
+        while os.path.exists("/"):
+            time.sleep(0.5)  # here: polls
+
+
+def hoards(samples):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    files = []
+    try:
+        while True:
+            files.append(open(__file__))
+    except OSError:
+        pass
+    while True:
+        time.sleep(1000)  # here: hoards
+
+
+POOL = ThreadPoolExecutor(2)
+
+
+async def starves(samples):
+    loop = asyncio.get_running_loop()
+    await asyncio.gather(*(loop.run_in_executor(POOL, simulate) for _ in range(2)))
+
+
+def simulate():
+    time.sleep(0.2)
+    POOL.submit(int).result()  # here: starves
 
 
 def prints(samples):
@@ -194,7 +235,7 @@ async def _seen(process: ChildProcess, does: str) -> Look:
         seen = [look for look in await looks(0.0) if look.pid == process.pid]
         if seen and seen[0].at is not None and re.search(does, seen[0].does):
             return seen[0]
-        assert time.monotonic() < deadline, seen
+        assert time.monotonic() < deadline, [(each.does, each.fix) for each in seen]
         await asyncio.sleep(0.05)
 
 
@@ -204,7 +245,7 @@ _PIPES = {
     "cat | wc -c": r"reads a pipe that process \d+ \(`sh .*`\) has open for writing \(as process \d+ \(`wc -c`\) has\), "
     r"which waits for process \d+ \(`wc -c`\), which reads its input, a pipe that process \d+ \(`cat`\) has open for writing, "
     rf"which {_IN_A_CIRCLE}",
-    "exec sleep 1000": r"reads a pipe that process \d+ \(`sleep 1000`\) has open for writing, which sleeps$",
+    "exec sleep 1000": r"reads a pipe that process \d+ \(`sleep 1000`\) has open for writing, which sleeps for 1000 s$",
 }
 
 
@@ -222,7 +263,10 @@ _CASES = {
     "own_pipe": "reads a pipe that only it has open for writing$",
     "deadlock": "waits for a lock",
     "loops": "computes, with .* of a core",
-    "naps": "sleeps",
+    "naps": r"^sleeps for another \d{3} s$",
+    "retries": r"^sleeps for another \d{4} s, while it handles HTTPError: HTTP Error 429: Too Many Requests from http://judge$",
+    "polls": r"^sleeps, in the loop `while os.path.exists\('/'\):`$",
+    "hoards": r"^sleeps, and has 64 files open, \d+ of them of .*/reward.py: the limit is 64, so it can open no other$",
     "forgets": "awaits a lock",
     "prints": r"waits for process \d+ \(`sh .*`\), which waits for process \d+ \(`.*`\), which is blocked in a write to its "
     r"output, a full pipe that process \d+ \(`.*`\) should read$",
@@ -262,10 +306,12 @@ async def test_the_server_that_does_not_answer_is_seen(name: str, tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         async with _called(tmp_path, name, f"http://127.0.0.1:{port}" if name == "asks" else str(port)) as process:
-            look = await _seen(process, f"waits for an answer of 127.0.0.1:{port}$")
+            look = await _seen(
+                process, rf"waits for an answer of 127.0.0.1:{port}, where process {os.getpid()} \(`.*`\) listens$"
+            )
             assert look.at is not None
             assert _REWARDS.splitlines()[look.at.line - 1].endswith(f"here: {name}"), look
-            assert f"127.0.0.1:{port}" in look.fix
+            assert f"see why process {os.getpid()} does not answer" in look.fix
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts another resolv.conf")
@@ -309,6 +355,119 @@ async def test_the_answer_of_an_endpoint_that_is_asked_again_is_seen(tmp_path: P
             assert _REWARDS.splitlines()[look.at.line - 1].endswith("here: chats"), look
             assert "overloaded" in look.fix
         server.shutdown()
+
+
+_SERVER = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        connection, _ = server.accept()
+        if len(sys.argv) > 1:
+            socket.create_connection(("127.0.0.1", int(sys.argv[1]))).recv(1)
+"""
+
+
+def _server(folder: Path, *arguments: str, name: str = "server.py") -> tuple[subprocess.Popen[bytes], str]:
+    """A process that listens, and its port. It answers nothing: it asks the port of an argument."""
+    (folder / name).write_text(_SERVER)
+    server = subprocess.Popen([sys.executable, str(folder / name), *arguments], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    return server, server.stdout.readline().decode().strip()
+
+
+async def test_the_servers_behind_a_server_are_seen(tmp_path: Path) -> None:
+    far, far_port = _server(tmp_path)
+    near, near_port = _server(tmp_path, far_port)
+    try:
+        async with _called(tmp_path, "asks", f"http://127.0.0.1:{near_port}") as process:
+            listens = rf"waits for an answer of 127.0.0.1:{near_port}, where process {near.pid} \(`.*`\) listens, "
+            deeper = rf"which waits for an answer of 127.0.0.1:{far_port}, where process {far.pid} \(`.*`\) listens"
+            look = await _seen(process, f"{listens}{deeper}$")
+            assert f"see why process {far.pid} does not answer" in look.fix
+            far.send_signal(signal.SIGSTOP)
+            look = await _seen(process, f"{listens}{deeper}, which is stopped by a signal$")
+            assert look.fix == f"continue it: `kill -CONT {far.pid}`"
+    finally:
+        for server in (near, far):
+            server.kill()
+            server.communicate()
+
+
+async def test_a_server_that_accepts_no_connection_is_seen(tmp_path: Path) -> None:
+    server, port = _server(tmp_path)
+    server.send_signal(signal.SIGSTOP)
+    waiting = [socket.socket() for _ in range(4)]
+    try:
+        for each in waiting:  # its queue of connections becomes full
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", int(port)))
+        async with _called(tmp_path, "asks", f"http://127.0.0.1:{port}") as process:
+            waits = f"waits for (a connection to|an answer of) 127.0.0.1:{port}"  # the client may see itself connected
+            listens = rf"{waits}, where process {server.pid} \(`.*`\) listens"
+            look = await _seen(process, f"{listens}, which is stopped by a signal$")
+            assert look.fix == f"continue it: `kill -CONT {server.pid}`"
+    finally:
+        server.kill()
+        server.communicate()
+        for each in waiting:
+            each.close()
+
+
+async def test_the_endpoint_of_the_control_plane_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rolloutd").symlink_to(os.path.realpath(sys.executable))
+    (tmp_path / "server.py").write_text(_SERVER)
+    with subprocess.Popen([tmp_path / "rolloutd", tmp_path / "server.py"], stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            port = server.stdout.readline().decode().strip()
+            async with _called(tmp_path, "asks", f"http://127.0.0.1:{port}") as process:
+                look = await _seen(
+                    process, rf"answer of 127.0.0.1:{port}, an endpoint of the control plane \(process {server.pid}\)$"
+                )
+                assert "restart" not in look.fix
+                assert "see what else the run waits for" in look.fix
+        finally:
+            server.kill()
+
+
+@contextmanager
+def _printed(script: str, *arguments: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of a script, after it has printed a line."""
+    with subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        yield process
+
+
+async def test_what_the_holder_of_a_lock_waits_for_is_seen(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.lock", tmp_path / "b.lock"
+    begin = (
+        "import fcntl, os, sys; files = [open(path, 'w') for path in sys.argv[1:]]; fcntl.flock(files[0], 2); print(flush=True)"
+    )
+    with (
+        _printed(f"{begin}; os.kill(os.getpid(), 19)", second) as last,
+        _printed(f"{begin}; fcntl.flock(files[1], 2)", first, second) as holder,
+    ):
+        try:
+            async with _called(tmp_path, "locks", str(first)) as process:
+                look = await _seen(
+                    process,
+                    f"waits for the lock of {first}, which process {holder.pid} .* holds, and which waits for the lock of "
+                    f"{second}, which process {last.pid} .* holds, and which is stopped by a signal$",
+                )
+                assert look.fix == f"continue it: `kill -CONT {last.pid}`"
+        finally:
+            holder.kill()
+            last.kill()
+
+
+async def test_an_executor_whose_threads_wait_for_its_own_work_is_seen(tmp_path: Path) -> None:
+    async with _called(tmp_path, "starves", "") as process:
+        look = await _seen(process, "waits for the result of a future, as all 2 threads of executors do: work that is queued")
+        assert look.at is not None
+        assert _REWARDS.splitlines()[look.at.line - 1].endswith("here: starves"), look
+        assert "max_workers" in look.fix
 
 
 async def test_the_holder_of_a_file_lock_is_seen(tmp_path: Path) -> None:
@@ -356,7 +515,7 @@ async def test_a_pool_of_connections_without_a_free_one_is_seen(tmp_path: Path) 
 async def test_a_named_pipe_is_not_a_dead_file_system(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     async with _called(tmp_path, "pipes", str(tmp_path / "pipe")) as process:
-        look = await _seen(process, "^$")
+        look = await _seen(process, f"^opens {tmp_path}/pipe, a named pipe that no process has open at its other end$")
         assert look.at is not None
         assert _REWARDS.splitlines()[look.at.line - 1].endswith("here: pipes"), look
 

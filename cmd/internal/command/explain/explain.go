@@ -138,7 +138,7 @@ func text(env *cli.Env, e *waitv1.Explanation) string {
 		fmt.Fprintf(&b, "%s %s\n", s.Green("fix:"), fix)
 	}
 	for _, w := range e.GetOthers() {
-		fmt.Fprintf(&b, "also waits for %s\n", w.GetEvidence())
+		fmt.Fprintf(&b, "also: %s\n", w.GetEvidence())
 	}
 	for _, u := range e.GetUnanswered() {
 		fmt.Fprintf(&b, "%s did not answer: %s\n", s.Yellow(u.GetName()), u.GetError())
