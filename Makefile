@@ -18,6 +18,7 @@ SHAPE ?= embedded
 TORCH ?= 0
 ASYNC ?= 0
 AGENTS ?= 0
+MULTISTEP ?= 0
 # Spinning OpenMP threads of two torch processes starve each other.
 export OMP_WAIT_POLICY := PASSIVE
 
@@ -255,8 +256,8 @@ check-compose: venv-dev ## Check that docker-compose.yml parses and publishes on
 servers: $(SERVERS) ## Build the real servers that check-servers starts (Consul, NATS, S3, GCS) into .tools, once
 
 .PHONY: chaos
-chaos: build venv-dev $(if $(filter servers,$(SHAPE)),$(SERVERS)) ## Inject random faults into a running job (KILLS=n SEED=s SHAPE=embedded|servers TORCH=0|1 ASYNC=0|1 AGENTS=0|1 FAULTS="disk failover")
-	@scripts/chaos --kills $(KILLS) --seed $(SEED) --shape $(SHAPE) --torch $(TORCH) --asynchronous $(ASYNC) --agents $(AGENTS) $(if $(FAULTS),--faults $(FAULTS))
+chaos: build venv-dev $(if $(filter servers,$(SHAPE)),$(SERVERS)) ## Inject random faults into a running job (KILLS=n SEED=s SHAPE=embedded|servers TORCH=0|1 ASYNC=0|1 AGENTS=0|1 MULTISTEP=0|1 FAULTS="disk failover")
+	@scripts/chaos --kills $(KILLS) --seed $(SEED) --shape $(SHAPE) --torch $(TORCH) --asynchronous $(ASYNC) --agents $(AGENTS) --multistep $(MULTISTEP) $(if $(FAULTS),--faults $(FAULTS))
 
 .PHONY: check-servers
 check-servers: build venv-dev $(SERVERS) ## Run the suites that need a real server: PostgreSQL, Consul, NATS, S3, GCS, started by the tests

@@ -19,6 +19,9 @@ With AGENTS=1 the samples are episodes of several turns of an environment that r
 sandboxes. Its processes are killed, stopped, and hang, and the sandboxes are killed. An episode
 that they interrupt must be played again, and never be scored.
 
+With MULTISTEP=1 a small policy acts in environments of three environment workers, which get faults
+too; each run is also trained again from its episodes (`rollout replay`).
+
 With TORCH=1 the workers use the addition example's untrained model. They write no journals, so only
 the ledger shows whether each prompt was consumed once.
 """
@@ -40,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from acting import ActingJob
 from faults import KINDS, Faults
 from mesh import ENDED, Mesh, describe
 from model import ModelJob
@@ -52,6 +56,7 @@ from rollout.run.v1 import run_pb2
 FAULTS_A_ROUND = {"embedded": 5, "servers": 10}
 FAULTS_OF_AGENTS = 20
 """Faults of a round with episodes of several turns, which takes longer."""
+FAULTS_OF_ACTING = 10
 STALLED_SECONDS = 400.0
 TORCH_STALLED_SECONDS = 900.0
 """Time limits are long, because on a busy machine a worker imports torch for minutes, and again
@@ -86,7 +91,7 @@ class Tally:
 
     def workers_killed(self) -> int:
         """The number of faults that killed a worker."""
-        killed = re.compile(r"kill -9 (inference|learner|reward)-\d+")
+        killed = re.compile(r"kill -9 (inference|learner|reward|environment)-\d+")
         return sum(count for name, count in self.by_victim.items() if killed.fullmatch(name))
 
     def print(self, shape: str, seed: int, asynchronous: bool) -> None:
@@ -113,7 +118,7 @@ class Tally:
 
 
 def survive(
-    running: Mesh, faults: Faults, lock: bytes, job: Job | ModelJob, kills: int, dice: random.Random
+    running: Mesh, faults: Faults, lock: bytes, job: Job | ModelJob | ActingJob, kills: int, dice: random.Random
 ) -> tuple[str, Counter[str]]:
     """Make one run with this many faults. Returns its id and the faults."""
     run = submit(running, lock, job)
@@ -137,13 +142,13 @@ def survive(
                 return run, faults.end()
             if seen.run.state in ENDED - {run_pb2.RUN_STATE_INTERRUPTED}:
                 raise AssertionError(describe(seen))
-        timeout = TORCH_STALLED_SECONDS if isinstance(job, ModelJob) else STALLED_SECONDS
+        timeout = STALLED_SECONDS if isinstance(job, Job) else TORCH_STALLED_SECONDS
         if now - moved > timeout:
             raise AssertionError(f"no progress for {timeout:.0f} s: {describe(seen) if seen else 'no answer'}")
         time.sleep(0.05)
 
 
-def check(running: Mesh, run: str, job: Job | ModelJob, reference: str) -> Counter[str]:
+def check(running: Mesh, run: str, job: Job | ModelJob | ActingJob, reference: str) -> Counter[str]:
     """Check the results of a run. Returns its figures."""
     digest = running.status(run).run.weights_digest
     asynchronous = job if isinstance(job, Job) and job.mode == "async" else None
@@ -175,11 +180,13 @@ def main() -> int:
     parser.add_argument("--torch", type=int, choices=(0, 1), default=0, help="1: workers with a real model")
     parser.add_argument("--asynchronous", type=int, choices=(0, 1), default=0, help="1: an asynchronous run, which is replayed")
     parser.add_argument("--agents", type=int, choices=(0, 1), default=0, help="1: episodes of several turns, with sandboxes")
+    parser.add_argument("--multistep", type=int, choices=(0, 1), default=0, help="1: a policy that acts in environment workers")
     parser.add_argument("--faults", nargs="*", choices=KINDS, help="only these kinds of faults (default: all)")
     parser.add_argument("--folder", type=Path, help="folder for all files (default: .cache/chaos/<shape>-<seed>)")
     given = parser.parse_args()
     name = f"{given.shape}-{given.seed}" + ("-torch" if given.torch else "") + ("-async" if given.asynchronous else "")
     name += "-agents" if given.agents else ""
+    name += "-multistep" if given.multistep else ""
     name += "".join(f"-{kind}" for kind in given.faults or ())
     folder = (given.folder or Path(".cache/chaos") / name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,10 +196,14 @@ def main() -> int:
     shutil.rmtree(folder / "state", ignore_errors=True)
     if given.torch and given.agents:
         parser.error("TORCH=1 excludes AGENTS=1: the run with a real model has one turn")
+    if given.multistep and (given.torch or given.agents or given.asynchronous):
+        parser.error("MULTISTEP=1 excludes TORCH=1, AGENTS=1, and ASYNC=1: its run is a deterministic one of a policy")
     asynchronous: dict[str, Any] = {"mode": "async", "staleness": 2, "keep_payloads": True} if given.asynchronous else {}
     agents: dict[str, Any] = {"turns": True, "boxes": True, "keep_payloads": True} if given.agents else {}
-    job = (
-        ModelJob("async" if given.asynchronous else "sync")
+    job: Job | ModelJob | ActingJob = (
+        ActingJob(folder / "job")
+        if given.multistep
+        else ModelJob("async" if given.asynchronous else "sync")
         if given.torch
         else Job(folder / "job", steps=30, **(asynchronous | agents))
     )
@@ -201,21 +212,22 @@ def main() -> int:
     shape = "all" if given.shape == "embedded" else "replicas"
     state = folder / "state"
     place = state if shape == "all" else state / "mesh"
-    running = Mesh(place, shape) if given.torch else sim_mesh(place, shape, seconds=PACE)
+    running = Mesh(place, shape) if given.torch or given.multistep else sim_mesh(place, shape, seconds=PACE)
     with Production(state, running) as production:
         try:
             go_on(production, job, tally, given)
         except BaseException:
             print(f"round {tally.rounds + 1} of seed {given.seed} failed; see the files in {folder}", file=sys.stderr)
             raise
-    tally.print(f"{given.shape}, {'torch' if given.torch else 'no model'}", given.seed, bool(given.asynchronous))
+    workers = "a policy" if given.multistep else "torch" if given.torch else "no model"
+    tally.print(f"{given.shape}, {workers}", given.seed, bool(given.asynchronous))
     if given.kills and not given.faults and not tally.workers_killed():
         print(f"no worker was killed in {tally.kills} faults: run more faults (KILLS=n) or another SEED", file=sys.stderr)
         return 1
     return 0
 
 
-def go_on(production: Production, job: Job | ModelJob, tally: Tally, given: argparse.Namespace) -> None:
+def go_on(production: Production, job: Job | ModelJob | ActingJob, tally: Tally, given: argparse.Namespace) -> None:
     running, faults = production.running, Faults(production, job.folder if given.agents else None, given.faults or KINDS)
     lock = job.plan(running)
     if not tally.reference:
@@ -226,7 +238,7 @@ def go_on(production: Production, job: Job | ModelJob, tally: Tally, given: argp
         print(f"undisturbed: {tally.reference}", flush=True)
     while tally.kills < given.kills:
         began, dice = time.monotonic(), random.Random(f"{given.seed}/{tally.rounds}")
-        a_round = FAULTS_OF_AGENTS if given.agents else FAULTS_A_ROUND[given.shape]
+        a_round = FAULTS_OF_AGENTS if given.agents else FAULTS_OF_ACTING if given.multistep else FAULTS_A_ROUND[given.shape]
         most = min(a_round, given.kills - tally.kills)
         run, done = survive(running, faults, lock, job, most, dice)
         tally.figures += check(running, run, job, tally.reference)

@@ -1,68 +1,30 @@
 """A policy that acts for many steps is trained through the services: nothing is lost or trained
 twice when processes are killed, and the digests are those of an undisturbed run."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from acting import GROUPS, HOSTED, SAMPLES, replay, write_job
 from mesh import Mesh, assert_consumed_once, mesh, until
 from planted import explained
 from sim import audited
 
 from rollout.run.v1 import run_pb2
 
-STEPS, GROUPS, SAMPLES = 8, 4, 2
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cartpole")
-    script = ROOT / "examples" / "multistep" / "prepare.py"
-    shape = ["--observations", "4", "--actions", "2", "--chunk", "2", "--hidden", "8", "--episodes", "16"]
-    subprocess.run([sys.executable, str(script), *shape, str(folder / "policy")], check=True)
-    (folder / "environments.py").write_text((ROOT / "examples" / "multistep" / "environments.py").read_text())
-    (folder / "job.toml").write_text(
-        f"""name = "cartpole"
-[model]
-path = "policy"
-[data]
-train = "policy/episodes.jsonl"
-[sampling]
-group_size = {SAMPLES}
-[multistep]
-environment = "environments.py:CartPole"
-environments = 6
-chunk = 2
-max_steps = 60
-[algorithm.ppo]
-epochs = 2
-[train]
-steps = {STEPS}
-groups_per_step = {GROUPS}
-learning_rate = 1e-2
-[snapshot]
-every_steps = 3
-"""
-    )
-    return folder / "job.toml"
+    return write_job(tmp_path_factory.mktemp("cartpole"), steps=STEPS)
 
 
 def check(running: Mesh, run: str) -> str:
     digest = assert_consumed_once(running, run, steps=STEPS, groups_per_step=GROUPS, group_size=SAMPLES)
     assert audited(running, run)["whole"]
     return digest
-
-
-def replay(running: Mesh, run: str) -> dict:
-    command = [str(ROOT / "bin" / "rollout"), "--format", "json", "replay", run, "--state-dir", str(running.state)]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    return json.loads(outcome.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +46,6 @@ def test_kills_of_each_process_change_no_digest(reference: str, config: Path, tm
             os.kill(workers[kind].pid, signal.SIGKILL)
         running.finish(run)
         assert check(running, run) == reference
-
-
-HOSTED = ("engine.workers=2", "multistep.environments=12", "multistep.environment_workers=3")
-"""Each of two rollout ranks has rows of two environment ranks, and the second environment rank has
-rows of both."""
 
 
 def environment_worker(status: run_pb2.RunStatus, number: int) -> run_pb2.Worker:

@@ -105,7 +105,7 @@ func (f *fleet) absent(run string) *absence {
 		f.summary.learner = f.summary.learner || w.kind == worker.Learner.Name
 		what := cause{wait.Worker, wait.WorkerLoading, "to load the model (worker process)"}
 		if w.kind == worker.Environment.Name {
-			what.what = "to make its environments (worker process)"
+			what.what = "to make environments (worker process)"
 		}
 		if w.served {
 			what = cause{wait.Worker, wait.WorkerUnregistered, "to register again or exit: it left the registry (worker process)"}

@@ -28,6 +28,7 @@ from rollout_workers.multistep.worker import MultiStepRolloutWorker
 log = logging.getLogger(__name__)
 
 _POLICY = "POLICY_FAILED"
+_PROBES = 32
 _ARRAYS = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool})
 
 
@@ -64,8 +65,8 @@ class ByRow:
     seed alone, to the bit. ``wanted`` are the rows to compute, with their seeds; the results of
     other rows mean nothing.
 
-    A policy whose ``predict_action_batch`` takes ``seeds`` computes all rows together, if on the
-    first batch its results do not depend on a row's place. Otherwise each row is computed alone,
+    A policy whose ``predict_action_batch`` takes ``seeds`` computes all rows together, if on some
+    random numbers its results do not depend on a row's place. Otherwise each row is computed alone,
     after ``torch.manual_seed``.
     """
 
@@ -100,24 +101,30 @@ class ByRow:
         return self._policy.predict_action_batch(env_obs, mode, seeds=torch.tensor(seeds))  # type: ignore[call-arg]
 
     def _placeless(self, env_obs: Mapping[str, Any], rows: int) -> bool:
-        """Whether each of some rows has the same results at all places of a batch."""
-        for row in range(min(rows, 4)):
-            repeated = _repeated(env_obs, row, rows)
-            actions, prediction = self._all(repeated, "train", [1 + row] * rows)
+        """Whether each of some rows has the same results at all places of a batch. All processes
+        try the same numbers: those of a first batch may differ between places in one process, and
+        not in another one."""
+        for probe in range(_PROBES):
+            numbers = torch.Generator().manual_seed(probe)
+            repeated = _repeated(env_obs, probe % rows, rows, numbers)
+            actions, prediction = self._all(repeated, "train", [1 + probe] * rows)
             results = [torch.as_tensor(actions), *_leaves(prediction)]
             if not all(torch.equal(result, result[:1].expand_as(result)) for result in results):
                 return False
         return True
 
 
-def _repeated(observations: Mapping[str, Any], row: int, rows: int) -> dict[str, Any]:
-    """A batch whose rows are all the same."""
+def _repeated(observations: Mapping[str, Any], row: int, rows: int, numbers: torch.Generator) -> dict[str, Any]:
+    """A batch whose rows are all the same, with random numbers in tensors of floats."""
 
     def repeat(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return _repeated(value, row, rows)
+            return _repeated(value, row, rows, numbers)
         if isinstance(value, Tensor):
-            return value[row : row + 1].expand(rows, *value.shape[1:]).contiguous()
+            one = value[row : row + 1]
+            if one.is_floating_point():
+                one = torch.randn(one.shape, generator=numbers).to(one)
+            return one.expand(rows, *value.shape[1:]).contiguous()
         return value if value is None else [value[row]] * rows
 
     return {key: repeat(value) for key, value in observations.items()}

@@ -152,6 +152,23 @@ def test_a_turn_shares_copies_of_small_tensors() -> None:
     assert turn["small"].tolist() == [[1.0] * 3] * 2 and turn["flat"].dtype == "int64"
 
 
+def test_a_policy_whose_bits_depend_on_the_place_for_some_numbers_is_computed_row_by_row() -> None:
+    sizes: list[int] = []
+
+    class Placed:
+        def predict_action_batch(self, env_obs: Any, mode: str, seeds: torch.Tensor | None = None) -> Any:
+            states = env_obs["states"]
+            sizes.append(len(states))
+            place = torch.arange(len(states))[:, None] * (states[:, :1] > 1)
+            return place, {"prev_logprobs": place.float(), "prev_values": place.float(), "forward_inputs": {}}
+
+    policy: Any = Placed()
+    by_row = ByRow(policy)
+    by_row.wanted = {0: 1, 2: 5}
+    actions, _ = by_row.predict_action_batch({"states": torch.zeros(3, 4)}, "train")  # zeros have equal bits at all places
+    assert sizes[-2:] == [1, 1] and actions.tolist() == [[0]] * 3
+
+
 async def test_a_policy_without_seeds_is_computed_row_by_row() -> None:
     class Plain(torch.nn.Module):
         def __init__(self) -> None:
