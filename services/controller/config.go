@@ -30,6 +30,9 @@ type Config struct {
 	// DiskPause is how long a run waits before it looks again whether a full disk has space. 0: 500
 	// ms.
 	DiskPause time.Duration
+	// DrainGrace is how long a run that is asked to stop waits for an evaluation in progress. 0: 5
+	// seconds.
+	DrainGrace time.Duration
 }
 
 func (c *Config) defaults() {
@@ -41,6 +44,9 @@ func (c *Config) defaults() {
 	}
 	if c.Samples <= 0 {
 		c.Samples = 16
+	}
+	if c.DrainGrace <= 0 {
+		c.DrainGrace = 5 * time.Second
 	}
 	if c.DiskPause <= 0 {
 		c.DiskPause = 500 * time.Millisecond

@@ -66,7 +66,8 @@ func newDrive(cfg Config, deps Deps, from *Drive) *drive {
 	retries := retries{first: cfg.Retry, progress: progress, room: room}
 	vitals := newVitals(set, from.Health, events, deps.Snapshots, retries, log)
 	watched := newGateMonitor(set, from.Gates, log)
-	reserved := newReserved(set, cfg, deps, progress, events, from.Evaluation, log)
+	patience := patience{draining: drain, grace: cfg.DrainGrace}
+	reserved := newReserved(set, cfg, deps, progress, events, from.Evaluation, patience, log)
 	record := &record{
 		store: deps.Store, spec: from.Spec, fence: set.fence, progress: progress, delivery: delivery, vitals: vitals, gates: watched, reserved: reserved, log: log,
 	}
@@ -105,7 +106,7 @@ func (d *drive) run(life context.Context) {
 	wg.Go(func() { d.fleet.serve(watch, workers) })
 
 	err := d.drive(work, &learners{runID: d.runID, updates: launched.Watch(watch, worker.Learner.Service())})
-	if err == nil || gated(err) || errors.Is(err, errDrained) && !errors.Is(err, errNoRoom) {
+	if err == nil || gated(err) || leaves(err) {
 		failed := d.reserved.join(work)
 		if failed == nil {
 			failed = d.gates.observeReserved(work, d.reserved)
@@ -253,6 +254,7 @@ func (d *drive) newSession(l *learner) *session {
 	ledger := &ledger{settings: d.settings, buffer: d.deps.Buffer, leaseWait: d.cfg.LeaseWait, retries: d.retries}
 	evaluator := &evaluator{
 		settings: d.settings, learner: l, delivery: d.delivery, reserved: d.reserved, progress: d.progress, events: d.events, record: d.record, log: d.log, retry: d.cfg.Retry,
+		patience: patience{draining: d.drain, grace: d.cfg.DrainGrace},
 	}
 	snapshotter := &snapshotter{
 		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries, log: d.log,
@@ -287,7 +289,7 @@ func (s *session) work(ctx context.Context) error {
 			return s.leave(ctx, step)
 		}
 		if err := s.stepper.step(ctx, step+1); err != nil {
-			if errors.Is(err, errDrained) && !errors.Is(err, errNoRoom) {
+			if leaves(err) {
 				return s.leave(ctx, step)
 			}
 			return err

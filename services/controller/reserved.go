@@ -29,6 +29,7 @@ type reserved struct {
 	events   *reporter
 	log      *slog.Logger
 	retry    time.Duration
+	patience patience
 	life     context.Context // of evaluations; set before the first
 
 	pending *pending    // started, and its result was not observed; nil: none
@@ -38,12 +39,13 @@ type reserved struct {
 
 // evaluation is one in the background.
 type evaluation struct {
-	step   uint64
-	first  bool // of the weights that the run starts from
-	cancel context.CancelFunc
-	done   chan struct{} // closed: the result is set
-	err    error
-	means  map[string]float64 // nil: skipped
+	step    uint64
+	first   bool     // of the weights that the run starts from
+	workers []string // that have its weights
+	cancel  context.CancelFunc
+	done    chan struct{} // closed: the result is set
+	err     error
+	means   map[string]float64 // nil: skipped
 }
 
 // pending is an evaluation that a restarted controller repeats.
@@ -54,13 +56,13 @@ type pending struct {
 }
 
 // newReserved returns nil if the run reserves no workers. stored: the state of an earlier process.
-func newReserved(s settings, cfg Config, deps Deps, p *progress, events *reporter, stored []byte, log *slog.Logger) *reserved {
+func newReserved(s settings, cfg Config, deps Deps, p *progress, events *reporter, stored []byte, patience patience, log *slog.Logger) *reserved {
 	if s.cfg.GetEval().GetWorkers() == 0 {
 		return nil
 	}
 	fleet := newFleet(s, deps.Dial, cfg.Retry, &lagging{reporter: events, progress: p})
 	fleet.policy = updateRolling // a request for the version that they serve ends with that version
-	r := &reserved{settings: s, fleet: fleet, progress: p, events: events, log: log, retry: cfg.Retry}
+	r := &reserved{settings: s, fleet: fleet, progress: p, events: events, log: log, retry: cfg.Retry, patience: patience}
 	if len(stored) == 0 {
 		return r
 	}
@@ -129,6 +131,9 @@ func (r *reserved) start(ctx context.Context, step uint64, m *weightsv1.WeightsM
 	}
 	life, cancel := context.WithCancel(r.life)
 	now := &evaluation{step: step, first: first, cancel: cancel, done: make(chan struct{})}
+	for _, w := range r.fleet.holding(m) {
+		now.workers = append(now.workers, w.name)
+	}
 	r.current = now
 	if weights, err := proto.Marshal(m); err == nil {
 		r.pending = &pending{Step: step, First: first, Weights: weights}
@@ -216,19 +221,24 @@ func (r *reserved) samples(ctx context.Context, suite string, m *weightsv1.Weigh
 	return all, failed
 }
 
-// join waits for the evaluation in the background, and returns its error.
+// join waits for the evaluation in the background, and returns its error; errUnsettled if the drive is
+// asked to stop and the evaluation does not end.
 func (r *reserved) join(ctx context.Context) error {
 	if r == nil || r.current == nil {
 		return nil
 	}
 	if !closed(r.current.done) {
 		r.progress.enter(evaluating)
-		r.progress.waitFor(&waitv1.Wait{Evidence: fmt.Sprintf("the reserved workers to end the evaluation of step %d", r.current.step)})
+		r.progress.waitFor(&waitv1.Wait{
+			Subjects: r.current.workers, Evidence: fmt.Sprintf("the reserved workers to end the evaluation of step %d", r.current.step),
+		})
 	}
+	patient, end := r.patience.with(ctx)
+	defer end()
 	select {
 	case <-r.current.done:
-	case <-ctx.Done():
-		return ctx.Err()
+	case <-patient.Done():
+		return r.patience.ended(patient, patient.Err())
 	}
 	err := r.current.err
 	r.last, r.current = r.current, nil
