@@ -37,6 +37,7 @@ const (
 	// free.
 	resumeShare = 5
 	fullShare   = 4
+	probeBytes  = 1 << 12
 )
 
 // Reserve keeps a part of a disk free. Writers stop before a write fails, because streams and
@@ -48,13 +49,15 @@ type Reserve struct {
 
 	mu      sync.Mutex
 	missing string // what is missing; "" while there is space
+	failed  bool   // a write has failed, and none has succeeded since
 }
 
 // NewReserve keeps bytes free on the disk of dir; 0: a tenth of the disk, at most 1 GiB.
 func NewReserve(dir string, bytes uint64) *Reserve { return &Reserve{dir: dir, bytes: bytes} }
 
 // Missing describes what is missing for a write, "" if nothing is. need is the size of the write in
-// bytes, 0 if it is small; what names it. failed: a write has failed for lack of space.
+// bytes, 0 if it is small; what names it. failed: a write has failed for lack of space. From then
+// on something is missing until a file can be written: a disk without inodes has free bytes.
 func (r *Reserve) Missing(need uint64, what string, failed bool) string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -71,6 +74,13 @@ func (r *Reserve) Missing(need uint64, what string, failed bool) string {
 		wanted = reserve/fullShare*resumeShare + need
 	}
 	r.missing = ""
+	if r.failed = r.failed || failed; r.failed && !failed && space.Free >= wanted {
+		if err := probe(r.dir); err != nil {
+			r.missing = fmt.Sprintf("%s has %s free, but no file can be written: %s", r.dir, Bytes(space.Free), err)
+			return r.missing
+		}
+		r.failed = false
+	}
 	if failed || space.Free < wanted {
 		r.missing = fmt.Sprintf("%s has %s free, less than its reserve of %s", r.dir, Bytes(space.Free), Bytes(reserve))
 		if need > 0 {
@@ -78,6 +88,22 @@ func (r *Reserve) Missing(need uint64, what string, failed bool) string {
 		}
 	}
 	return r.missing
+}
+
+// probe writes a small file to the disk of dir and removes it. The error is that of a full disk;
+// other failures are reported by the write itself.
+func probe(dir string) error {
+	f, err := os.CreateTemp(dir, ".probe-*")
+	if err == nil {
+		_, err = f.Write(make([]byte, probeBytes))
+		err = errors.Join(err, f.Sync(), f.Close(), os.Remove(f.Name()))
+	}
+	for _, full := range []error{syscall.ENOSPC, syscall.EDQUOT} {
+		if errors.Is(err, full) {
+			return full
+		}
+	}
+	return nil
 }
 
 // Bytes writes a number of bytes for people, such as "1.5 GiB".

@@ -1,11 +1,16 @@
 package disk_test
 
 import (
+	"errors"
+	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/rollout-rl/rollout/libs/disk"
+	"github.com/rollout-rl/rollout/libs/disk/disktest"
 )
 
 func TestSpaceOfAFolderThatIsNotMadeYet(t *testing.T) {
@@ -59,5 +64,37 @@ func TestBytes(t *testing.T) {
 		if got := disk.Bytes(n); got != want {
 			t.Errorf("%d bytes: %q, want %q", n, got, want)
 		}
+	}
+}
+
+// A disk without inodes has free bytes. It stays full until a file can be made again.
+func TestReserveWithoutInodes(t *testing.T) {
+	t.Parallel()
+	dir := disktest.Mount(t, "4m,nr_inodes=16").Dir
+	made := 0
+	for ; ; made++ {
+		err := os.WriteFile(filepath.Join(dir, strconv.Itoa(made)), nil, 0o600)
+		if errors.Is(err, syscall.ENOSPC) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := disk.NewReserve(dir, 1)
+	r.Missing(0, "", true)
+	for range 3 {
+		if got := r.Missing(0, "", false); !strings.Contains(got, "no file can be written") {
+			t.Fatalf("without inodes: %q", got)
+		}
+	}
+	if err := os.Remove(filepath.Join(dir, "0")); err != nil {
+		t.Fatal(err)
+	}
+	if got := r.Missing(0, "", false); got != "" {
+		t.Errorf("with a free inode: %q", got)
+	}
+	if left, err := filepath.Glob(filepath.Join(dir, ".probe-*")); err != nil || len(left) > 0 {
+		t.Errorf("left %v: %v", left, err)
 	}
 }

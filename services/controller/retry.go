@@ -23,7 +23,7 @@ type retries struct {
 // call calls a service and repeats the call while the service does not answer, or has a full disk.
 // errNoRoom if the drive is asked to stop in the meantime.
 func call[Req, Resp any](ctx context.Context, r retries, name string, rpc func(context.Context, *Req, ...grpc.CallOption) (*Resp, error), req *Req) (*Resp, error) {
-	pause := newBackoff(r.first)
+	pause, full := newBackoff(r.first), newBackoff(r.room.pause)
 	for {
 		out, err := rpc(ctx, req)
 		if err == nil || ctx.Err() != nil || !transient(err) {
@@ -32,7 +32,7 @@ func call[Req, Resp any](ctx context.Context, r retries, name string, rpc func(c
 			return out, err
 		}
 		if rpcerr.DiskFull(err) {
-			if err := r.room.rest(ctx, rpcerr.Text(err)); err != nil {
+			if err := r.room.rest(ctx, rpcerr.Text(err), full.next()); err != nil {
 				return out, err
 			}
 			continue

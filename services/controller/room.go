@@ -57,16 +57,16 @@ func (r *room) wait(ctx context.Context, need uint64, what string) error {
 			r.progress.stall("")
 			return nil
 		}
-		if err := r.rest(ctx, missing); err != nil {
+		if err := r.rest(ctx, missing, r.pause); err != nil {
 			return err
 		}
 	}
 }
 
 // rest shows what is missing and waits a moment.
-func (r *room) rest(ctx context.Context, missing string) error {
+func (r *room) rest(ctx context.Context, missing string, pause time.Duration) error {
 	r.progress.stall(missing)
-	timer := time.NewTimer(r.pause)
+	timer := time.NewTimer(pause)
 	defer timer.Stop()
 	select {
 	case <-r.draining:
@@ -78,19 +78,23 @@ func (r *room) rest(ctx context.Context, missing string) error {
 	}
 }
 
-// repeat calls write until it does not fail for lack of space.
+// repeat calls write until it does not fail for lack of space. The run shows what is missing until
+// the write succeeds, because a disk that has space for others may still refuse this write.
 func repeat[T any](ctx context.Context, r *room, need uint64, what string, write func() (T, error)) (T, error) {
+	pause := newBackoff(r.pause)
 	for {
 		out, err := write()
 		if !rpcerr.DiskFull(err) || ctx.Err() != nil {
 			r.progress.stall("")
 			return out, err
 		}
-		if err := r.rest(ctx, rpcerr.Text(err)); err != nil {
-			return out, err
-		}
-		if err := r.wait(ctx, need, what); err != nil {
-			return out, err
+		r.disk.Missing(need, what, true)
+		missing, next := rpcerr.Text(err), pause.next()
+		for missing != "" {
+			if err := r.rest(ctx, missing, next); err != nil {
+				return out, err
+			}
+			missing, next = r.disk.Missing(need, what, false), r.pause
 		}
 	}
 }

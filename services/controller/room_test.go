@@ -5,6 +5,9 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/fence/fencetest"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -130,5 +133,25 @@ func TestSizeOfTheNextSnapshot(t *testing.T) {
 		if got := disk.needs["the next step with the next snapshot"]; got != want {
 			t.Errorf("needs %d bytes, want %d", got, want)
 		}
+	}
+}
+
+// A run does not look as if it continued while the write that fails is tried again.
+func TestRepeatedWriteStaysStalled(t *testing.T) {
+	t.Parallel()
+	p := newProgress(&reporter{bus: &warnings{}}, &learnerv1.Progress{})
+	r := &room{disk: &fakeDisk{}, progress: p, pause: time.Millisecond}
+	tries := 0
+	_, err := repeat(t.Context(), r, 100, "the next weights", func() (int, error) {
+		if now, _ := p.read(); tries > 0 && !stalled(now) {
+			t.Errorf("try %d: the run does not wait for space: %v", tries, now)
+		}
+		if tries++; tries < 4 {
+			return 0, rpcerr.New(codes.ResourceExhausted, rpcerr.ReasonDiskFull, "no inodes").Fix("free some")
+		}
+		return tries, nil
+	})
+	if now, _ := p.read(); err != nil || tries != 4 || now.GetWait() != nil {
+		t.Errorf("%d tries, %v: %v", tries, now, err)
 	}
 }
