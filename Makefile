@@ -199,8 +199,8 @@ check-sglang: build venv-dev ## Run the suite of engines and the tests of SGLang
 ENGINE ?= transformers
 CLIENTS ?=
 .PHONY: check-environments
-check-environments: build venv-dev ## Play and train in the environments of gymnasium, mcp, reasoning-gym and verifiers, with their real packages, and check the bits of many turns
-	@scripts/e2e e2e/test_environments.py e2e/test_verifiers.py e2e/test_many_turns_torch.py
+check-environments: build venv-dev ## Play and train in the environments of gymnasium, mcp, reasoning-gym and verifiers, and evaluate with inspect-ai and lm-eval, with their real packages; check the bits of many turns
+	@scripts/e2e e2e/test_environments.py e2e/test_verifiers.py e2e/test_suites.py e2e/test_many_turns_torch.py
 
 .PHONY: check-clients
 check-clients: build venv-dev ## Run unmodified clients in Python, Node and Go, fixed weights, then changing ones (ENGINE=transformers|vllm|sglang CLIENTS=openai,go)

@@ -115,6 +115,48 @@ func TestEval(t *testing.T) {
 	}
 }
 
+const librarySuites = `[eval.suites.sums]
+kind = "inspect_ai"
+tasks = ["sums.py@sums", "words.py"]
+args = { level = 2 }
+limit = 5
+`
+
+// The metrics of a suite of a library are the library's, with its standard errors.
+func TestEvalOfALibrary(t *testing.T) {
+	t.Parallel()
+	dir := evalFolder(t)
+	out := filepath.Join(dir, "out")
+	write(t, filepath.Join(dir, "suites.toml"), librarySuites)
+	scoresOf(t, out, "sums", "blake3-aa", "AA", "bb")
+	end := `{"event": "end", "rows": 2, "samples": 2, "tokens": 40, "failures": {}, "model_digest": "blake3-ef", "version": "0.3.285",` +
+		` "metrics": [{"name": "sums/accuracy", "value": 0.5, "stderr": 0.1, "samples": 2}, {"name": "words/mean", "value": 7.5, "stderr": null, "samples": 1}]}`
+	answering, kept := worker(t, end, "0")
+	run := func(args ...string) result {
+		return call{}.run(t, append([]string{"eval", "--state-dir", filepath.Join(dir, "state"), "--worker", answering, "--model", filepath.Join(dir, "model"), "--suite", filepath.Join(dir, "suites.toml"), "--output", out}, args...)...)
+	}
+	golden(t, "testdata/command/eval-no-library.txt", strings.ReplaceAll(run().text(), dir, "DIR"))
+	write(t, filepath.Join(dir, "state", "plugins", "inspect_ai", "bin", "python"), "")
+	golden(t, "testdata/command/eval-library.text", strings.ReplaceAll(run().text(), dir, "DIR"))
+	golden(t, "testdata/command/eval-library.json", strings.ReplaceAll(run("--format", "json").text(), filepath.Dir(dir), "DIR"))
+	var spec struct {
+		Library map[string]any
+		Limit   int
+	}
+	if err := json.Unmarshal([]byte(read(t, kept)), &spec); err != nil {
+		t.Fatal(err)
+	}
+	if l := spec.Library; spec.Limit != 5 || l["kind"] != "inspect_ai" || len(l["tasks"].([]any)) != 2 || l["args"].(map[string]any)["level"] != 2.0 || l["url"] != "" {
+		t.Errorf("%+v", spec)
+	}
+	if page := read(t, filepath.Join(out, "index.html")); !strings.Contains(page, "inspect_ai 0.3.285") {
+		t.Error("the page lacks the library")
+	}
+	if got := (call{}).run(t, "compare", out, out); got.code != 0 || !strings.Contains(got.stdout, "mean") {
+		t.Error(got.text())
+	}
+}
+
 // An evaluation of some suites keeps the results of the others, if they are of the same weights.
 func TestEvalKeepsResultsOfOtherSuites(t *testing.T) {
 	t.Parallel()

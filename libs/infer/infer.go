@@ -44,14 +44,26 @@ type Job struct {
 	Baseline string // an output whose completions the rows get as `baseline`
 	Cluster  string // field of the rows that groups related ones
 	Scores   string // file for the scores of the rows
+	Library  any    // of a suite whose tasks are those of a library (rollout.suites.types.Request)
 
 	Worker  []string // command that starts a worker; "infer" is appended
 	Scratch string   // an existing folder
 	Lock    *os.File // locks Scratch while the worker lives; nil: Scratch is not locked
 }
 
-// Event is a line of the worker's output: `loading`, `begin`, `progress`, `end`, `interrupted` or
-// `error`.
+// Metric is a number that a library measured. Stderr is nil if it has no standard error.
+type Metric struct {
+	Name    string   `json:"name"`
+	Value   float64  `json:"value"`
+	Stderr  *float64 `json:"stderr"`
+	Samples int      `json:"samples"`
+}
+
+// Ready is the event of a worker that needs an endpoint for the tasks of a library.
+const Ready = "ready"
+
+// Event is a line of the worker's output: `loading`, `begin`, `progress`, `end`, `interrupted`,
+// `error`, or Ready.
 type Event struct {
 	Event       string            `json:"event"`
 	Rows        int               `json:"rows"`
@@ -69,6 +81,8 @@ type Event struct {
 	Output      string            `json:"output"`
 	Journal     string            `json:"journal"`
 	ModelDigest string            `json:"model_digest"`
+	Metrics     []Metric          `json:"metrics"` // of a library
+	Version     string            `json:"version"` // of the library
 
 	Code    int    `json:"code"`
 	Reason  string `json:"reason"`
@@ -134,7 +148,7 @@ func (j *Job) Run(ctx context.Context, o Observer) (Event, error) {
 func (j *Job) result(ctx context.Context, last Event, failed error, log *warnings) (Event, error) {
 	again := "the same command continues from " + j.Output + ".journal"
 	switch {
-	case last.Event == "end" && failed == nil:
+	case (last.Event == "end" || last.Event == Ready) && failed == nil:
 		return last, nil
 	case last.Event == "error":
 		return last, &exit.Error{Code: last.Code, Reason: last.Reason, Fix: last.Fix, Err: errors.New(last.Message)}
@@ -155,7 +169,7 @@ func (j *Job) spec() (string, error) {
 		"config": json.RawMessage(config), "base_dir": j.BaseDir, "model": j.Model, "weights_digest": j.WeightsDigest, "data": j.Data,
 		"subset": j.Subset, "split": j.Split,
 		"output": j.Output, "limit": j.Limit, "threads": j.Threads, "restart": j.Restart, "allow_failures": j.AllowFailures,
-		"baseline": j.Baseline, "cluster": j.Cluster, "scores": j.Scores,
+		"baseline": j.Baseline, "cluster": j.Cluster, "scores": j.Scores, "library": j.Library,
 	})
 	if err != nil {
 		return "", fmt.Errorf("write the worker's spec: %w", err)

@@ -15,6 +15,17 @@ func Names(config *configv1.RunConfig) []string {
 	return slices.Sorted(maps.Keys(config.GetEval().GetSuites()))
 }
 
+// Kinds of suites whose tasks are those of a library.
+const (
+	InspectAI = "inspect_ai"
+	LMEval    = "lm_eval"
+)
+
+// OfLibrary reports whether the tasks of a suite are those of a library.
+func OfLibrary(s *configv1.EvalSuiteConfig) bool {
+	return s.GetKind() == InspectAI || s.GetKind() == LMEval
+}
+
 // InRun returns the suites that the evaluations of a run evaluate, sorted: none where evaluations
 // compute a loss, without sampling.
 func InRun(config *configv1.RunConfig) []string {

@@ -68,6 +68,17 @@ func (m Metric) Compute(rows []Row, passScore float64) (v Value, ok bool) {
 	return v, true
 }
 
+// Measured returns a metric that a library has computed, with the normal interval of its standard
+// error; nil: it has none.
+func Measured(name string, value float64, stderr *float64, samples int) Value {
+	v := Value{Metric: name, Value: value, Stderr: stderr, Rows: samples, Clusters: samples, Interval: None}
+	if stderr != nil && *stderr > 0 {
+		low, high := value-z95**stderr, value+z95**stderr
+		v.Low, v.High, v.Interval = &low, &high, Normal
+	}
+	return v
+}
+
 // values returns the values of the rows that have one, with their clusters.
 func (m Metric) values(rows []Row, passScore float64) (values []float64, clusters []string) {
 	for _, row := range rows {

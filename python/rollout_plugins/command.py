@@ -10,11 +10,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from rollout.environments import PLUGINS
 from rollout.environments import install as environments
 from rollout.errors import RolloutError
 from rollout.hosting.manifest import is_manifest, read_manifest
 from rollout.hosting.wire import PluginError
+from rollout.suites import PACKAGES
 from rollout_plugins import listing, packages, scaffold
 
 
@@ -59,10 +59,11 @@ def _answer(request: dict[str, Any], spec: str) -> dict[str, Any]:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "rollout_plugins.isolated", spec, *(["served"] if served else [])])
     if "install" in request:
         again = bool(request.get("again"))
-        if request["install"] not in PLUGINS:
+        kind = request["install"].replace("-", "_")
+        if kind not in environments.KINDS:
             return packages.install_package(request["install"], request["base_dir"], again=again)
-        made = environments.install(request["install"], request["folder"], again=again)
-        return {"python": str(made), "packages": environments.packages(request["install"])}
+        made = environments.install(kind, request["folder"], again=again)
+        return {"python": str(made), "packages": environments.packages(kind), "kind": kind, "suite": kind in PACKAGES}
     raise PluginError(
         f"the request has none of list, new, test, install: {sorted(request)}", fix="update rollout and the workers together"
     )

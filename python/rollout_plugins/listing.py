@@ -13,6 +13,7 @@ from rollout.environments.install import packages
 from rollout.errors import RolloutError
 from rollout.hosting.manifest import read_manifest
 from rollout.plugin.installed import Installed, installed, package_of
+from rollout.suites import PACKAGES
 from rollout.tools import NAMES
 
 _DEPTH = 3
@@ -30,7 +31,10 @@ def _builtin() -> list[dict[str, Any]]:
     environments = [
         _plugin("environment", name, "builtin", use=f'kind = "{name}"') | {"packages": packages(name)} for name in sorted(PLUGINS)
     ]
-    return [*environments, *(_plugin("tool", name, "builtin", use=f'tools = ["{name}"]') for name in sorted(NAMES))]
+    suites = [
+        _plugin("evaluation", name, "builtin", use=f'kind = "{name}"') | {"packages": packages(name)} for name in sorted(PACKAGES)
+    ]
+    return [*environments, *suites, *(_plugin("tool", name, "builtin", use=f'tools = ["{name}"]') for name in sorted(NAMES))]
 
 
 def _packages() -> list[dict[str, Any]]:

@@ -41,6 +41,11 @@ func Compare(a, b *Result) (*Comparison, error) {
 				"samples of the suite %s pass with %s in one result and with %s in the other", first.Name, output.Number(first.PassScore), output.Number(second.PassScore))
 		}
 		one := ComparedRows{Name: first.Name, Metrics: []suite.Difference{}}
+		if first.Kind != "" { // the metrics are the library's: what can be compared row by row is the main score
+			one.Metrics = append(one.Metrics, first.compare(second, suite.Value{Metric: suite.Mean})...)
+			c.Suites = append(c.Suites, one)
+			continue
+		}
 		for _, value := range first.Metrics {
 			if second.has(value) {
 				one.Metrics = append(one.Metrics, first.compare(second, value)...)

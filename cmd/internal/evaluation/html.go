@@ -57,7 +57,12 @@ func (s *Suite) facts() []fact {
 	facts := []fact{
 		{"data", s.Data},
 		{"rows", fmt.Sprintf("%s, %s samples, %s tokens", output.Count(s.Rows), output.Count(s.Samples), output.Count(s.Tokens))},
-		{"sampling", s.Sampling.String()},
+	}
+	if s.Kind == "" {
+		facts = append(facts, fact{"sampling", s.Sampling.String()})
+	} else {
+		facts[0].Name = "tasks"
+		facts = append(facts, fact{"library", s.Kind + " " + s.Version})
 	}
 	if s.Dropped > 0 {
 		facts = append(facts, fact{"dropped", output.Plural(s.Dropped, "row") + " that are too long"})

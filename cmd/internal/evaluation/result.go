@@ -48,7 +48,9 @@ type Suite struct {
 	PassScore  float64            `json:"pass_score"`
 	Sampling   inference.Sampling `json:"sampling"`
 	Metrics    []suite.Value      `json:"metrics"`
-	File       string             `json:"file"` // every sample
+	File       string             `json:"file"`              // every sample
+	Kind       string             `json:"kind,omitempty"`    // of a library, whose metrics these are
+	Version    string             `json:"version,omitempty"` // of the library
 
 	rows []line
 }
@@ -78,6 +80,13 @@ func Measure(folder, name string, s *configv1.EvalSuiteConfig, config *configv1.
 	out := &Suite{
 		Name: name, Data: config.GetData().GetEval(), DataDigest: digest, Rows: end.Rows, Dropped: end.Dropped, Samples: end.Samples, Tokens: end.Tokens,
 		Failures: end.Failures, PassScore: s.GetPassScore(), Sampling: inference.SamplingOf(config), Metrics: []suite.Value{}, File: Samples(name), rows: rows,
+	}
+	if suite.OfLibrary(s) {
+		out.Kind, out.Version, out.Data = s.GetKind(), end.Version, strings.Join(s.GetTasks(), ", ")
+		for _, m := range end.Metrics {
+			out.Metrics = append(out.Metrics, suite.Measured(m.Name, m.Value, m.Stderr, m.Samples))
+		}
+		return out, nil
 	}
 	metrics, err := suite.ParseAll(suite.MetricsOf(s), int(max(1, s.GetSamples())), s.Baseline != nil)
 	if err != nil {

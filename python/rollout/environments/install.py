@@ -1,4 +1,5 @@
-"""Makes the interpreter of an environment from its hashed lock, for ``rollout plugin install``."""
+"""Makes the interpreter of an environment, or of a suite, from its hashed lock, for ``rollout plugin
+install``."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ from typing import ClassVar
 
 from rollout.environments import FOLDER, PLUGINS
 from rollout.errors import RolloutError
+from rollout.suites import PACKAGES
 
+KINDS = frozenset(PLUGINS) | frozenset(PACKAGES)
+"""What can be installed: kinds of environments and of suites."""
 _OURS = Path(FOLDER).parents[1]
 """The folder with the packages ``rollout`` and ``buf``."""
 
 
 class PluginUnknown(RolloutError):
-    """There is no environment of this name."""
+    """There is no environment and no suite of this name."""
 
     reason: ClassVar[str] = "PLUGIN_UNKNOWN"
 
@@ -32,13 +36,13 @@ class InstallFailed(RolloutError):
 
 
 def install(name: str, folder: str | os.PathLike[str], *, again: bool = False) -> Path:
-    """Make the interpreter of an environment in ``folder``, and return its path. One that is up to
+    """Make the interpreter of an environment or suite in ``folder``, and return its path. One that is up to
     date is kept, unless ``again`` is set; another one that this function made is replaced.
 
     Raises ``PluginUnknown``, ``InstallFailed``, also if the folder has other files.
     """
-    if name not in PLUGINS:
-        raise PluginUnknown(f"there is no environment `{name}` to install", fix=f"name one of: {', '.join(PLUGINS)}")
+    if name not in KINDS:
+        raise PluginUnknown(f"there is no environment `{name}` to install", fix=f"name one of: {', '.join(sorted(KINDS))}")
     lock = _lock(name)
     target = Path(os.path.abspath(folder))
     made, stamp = target / "bin" / "python", target / "rollout.plugin"  # empty until the installation is complete

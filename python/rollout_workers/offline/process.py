@@ -42,6 +42,7 @@ from rollout_workers.offline.errors import (
 )
 from rollout_workers.offline.inputs import inputs_of
 from rollout_workers.offline.journal import Journal
+from rollout_workers.offline.library_suite import evaluate, inputs_of_library
 from rollout_workers.offline.spec import BatchSpec, load_spec
 from rollout_workers.weights.pretrained import WeightsIncomplete
 
@@ -55,7 +56,7 @@ def infer(path: str) -> int:
     try:
         spec = load_spec(path)
         os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
-        return asyncio.run(_Batch(spec).run())
+        return asyncio.run(_Library(spec).run() if spec.library else _Batch(spec).run())
     except BatchError as error:
         return _failed(error, error.code)
     except SourceError as error:
@@ -76,6 +77,46 @@ def _failed(error: RolloutError, code: int) -> int:
 
 def _report(event: str, **facts: Any) -> None:
     print(json.dumps({"event": event, **facts}, ensure_ascii=False), flush=True)
+
+
+class _Library:
+    """A suite of a library, see :mod:`rollout_workers.offline.library_suite`."""
+
+    def __init__(self, spec: BatchSpec) -> None:
+        self._spec = spec
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        spec, loop = self._spec, asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop.set)
+        library()
+        if not spec.library["url"]:
+            return await self._ready()
+        inputs = await asyncio.to_thread(inputs_of_library, spec, spec.weights_digest)
+        end = await evaluate(spec, spec.weights_digest, inputs, self._stop)
+        if end is None:
+            _report("interrupted", rows=0, of=0, journal="")
+            return EXIT_INTERRUPTED
+        _report("end", **end)
+        return 0
+
+    async def _ready(self) -> int:
+        spec = await asyncio.to_thread(_with_model, self._spec)
+        _report("loading", model=spec.model, rows=0)
+        model = await asyncio.to_thread(_load, spec)
+        try:
+            digest = await model.engine.weights_digest()
+        finally:
+            await model.engine.shutdown()
+        if spec.weights_digest not in ("", digest):
+            raise WeightsDiffer(f"the loaded weights have the digest {digest}, but the snapshot names {spec.weights_digest}")
+        inputs = await asyncio.to_thread(inputs_of_library, spec, digest)
+        if not spec.restart and (ended := scores.ended(spec.scores, inputs)):
+            _report("end", **ended)
+        else:
+            _report("ready", model=spec.model, model_digest=digest)
+        return 0
 
 
 class _Batch:

@@ -2,19 +2,23 @@
 
     {"config": RunConfig, "base_dir": "/jobs", "model": "/models/tiny", "weights_digest": "", "data": "/data/test.jsonl",
      "subset": "", "split": "test", "output": "/out/test.parquet", "limit": 0, "threads": 2, "restart": false,
-     "allow_failures": false, "baseline": "", "cluster": "", "scores": ""}
+     "allow_failures": false, "baseline": "", "cluster": "", "scores": "", "library": null}
 
 ``config`` has the prompt field, template, sampling (``sampling.group_size`` completions per row),
 seed, reward, and engine. Relative paths in it start at ``base_dir``. ``weights_digest``: the
-required digest of the loaded weights; "" accepts any.
+required digest of the loaded weights; "" accepts any. ``library``: of a suite whose tasks are those
+of a library, what ``rollout.suites.types.Request`` has of it, and ``python``; without ``url`` the
+worker says which weights these are.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from google.protobuf import json_format
 
@@ -44,6 +48,7 @@ class BatchSpec:
     baseline: str = ""
     cluster: str = ""
     scores: str = ""
+    library: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def parquet(self) -> bool:
@@ -83,6 +88,7 @@ def load_spec(path: str) -> BatchSpec:
             baseline=given.get("baseline", ""),
             cluster=given.get("cluster", ""),
             scores=given.get("scores", ""),
+            library=given.get("library") or {},
         )
     except (OSError, ValueError, KeyError, json_format.ParseError) as error:
         raise SpecInvalid(f"can't read {path or 'the spec'}: {error}") from error

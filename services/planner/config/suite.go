@@ -19,15 +19,24 @@ import (
 func (r *checker) suites() {
 	for _, name := range suite.Names(r.Config) {
 		s, table := r.Config.GetEval().GetSuites()[name], "eval.suites."+name
-		if r.unread(table) {
+		field := func(key string) string { return table + "." + key }
+		if r.unread(table) || !r.Readable(field("kind")) {
 			continue
 		}
-		field := func(key string) string { return table + "." + key }
 		missing := func(key, message, fix string) {
 			r.Problems.At(r.Place(field(key)), problem.MissingKey, field(key), fmt.Sprintf("[%s] %s", table, message), fix)
 		}
 		conflict := func(key, message, fix string) {
 			r.Problems.At(r.Place(field(key)), problem.Conflict, field(key), fmt.Sprintf("`%s` %s", field(key), message), fix)
+		}
+		if suite.OfLibrary(s) {
+			r.suiteOfLibrary(name, s, missing, conflict)
+			continue
+		}
+		for _, key := range []string{"tasks", "args", "num_fewshot", "python"} {
+			if r.Wrote(field(key)) {
+				conflict(key, "has no effect without a library", "write `kind = \"inspect_ai\"` or `kind = \"lm_eval\"`, or remove it")
+			}
 		}
 		metrics, err := suite.ParseAll(suite.MetricsOf(s), int(max(1, s.GetSamples())), s.Baseline != nil)
 		var wrong *suite.Error
@@ -56,6 +65,36 @@ func (r *checker) suites() {
 		if s.Baseline != nil && err == nil && !slices.ContainsFunc(metrics, func(m suite.Metric) bool { return m.Kind == suite.WinRate }) {
 			conflict("baseline", "has no effect without the metric `win_rate`", "write `metrics = [\"win_rate\"]`, or remove it")
 		}
+	}
+}
+
+// suiteOfLibrary reports what does not fit a suite whose tasks are those of a library.
+func (r *checker) suiteOfLibrary(name string, s *configv1.EvalSuiteConfig, missing, conflict func(key, message, fix string)) {
+	field := func(key string) string { return "eval.suites." + name + "." + key }
+	kind := s.GetKind()
+	if len(s.GetTasks()) == 0 && r.Readable(field("tasks")) {
+		fix := "write `tasks = [\"sums.py@sums\"]`"
+		if kind == suite.LMEval {
+			fix = "write `tasks = [\"sums.yaml\"]`"
+		}
+		missing("tasks", "has no tasks", fix)
+	}
+	for _, key := range []string{"data", "metrics", "pass_score", "cluster", "baseline", "reward", "environment"} {
+		if r.Wrote(field(key)) {
+			conflict(key, fmt.Sprintf("has no effect: the tasks of %s have their own data and metrics", kind), "remove it")
+		}
+	}
+	switch {
+	case kind == suite.InspectAI && s.NumFewshot != nil:
+		conflict("num_fewshot", "is for `kind = \"lm_eval\"`", "remove it, or give the task an argument in `args`")
+	case kind == suite.LMEval && s.Args != nil:
+		conflict("args", "is for `kind = \"inspect_ai\"`: tasks of lm_eval take no arguments", "remove it")
+	}
+	if kind == suite.LMEval && s.GetSamples() > 1 {
+		conflict("samples", "must be 1: lm_eval samples each question once", "remove it, or write `repeats` into the task")
+	}
+	if r.inRun(name) {
+		conflict("kind", "is for `rollout eval` only", "move the suite to another file, for `rollout eval --suite FILE`")
 	}
 }
 

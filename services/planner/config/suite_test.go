@@ -65,6 +65,31 @@ func TestSuites(t *testing.T) {
 			"[eval.suites.sums]\n" + data + "sample = 4\n",
 			"run.toml:22 UNKNOWN_KEY eval.suites.sums.sample unknown key `sample` in [eval.suites.sums]; did you mean `samples`?",
 		},
+		{"[eval.suites.sums]\nkind = \"inspect_ai\"\ntasks = [\"sums.py@sums\"]\nargs = { level = 2 }\nsamples = 2\nlimit = 4\n", ""},
+		{"[eval.suites.sums]\nkind = \"lm_eval\"\ntasks = [\"sums.yaml\", \"copa\"]\nnum_fewshot = 2\n", ""},
+		{
+			"[eval.suites.sums]\nkind = \"inspect\"\ntasks = [\"sums.py\"]\n",
+			"run.toml:21 BAD_VALUE eval.suites.sums.kind `eval.suites.sums.kind` must be \"rows\", \"inspect_ai\" or \"lm_eval\", got \"inspect\"; did you mean \"inspect_ai\"?",
+		},
+		{
+			"[eval.suites.sums]\nkind = \"lm_eval\"\n",
+			"run.toml:20 MISSING_KEY eval.suites.sums.tasks [eval.suites.sums] has no tasks; write `tasks = [\"sums.yaml\"]`",
+		},
+		{
+			"[eval.suites.sums]\nkind = \"lm_eval\"\ntasks = [\"copa\"]\nargs = { a = 1 }\nsamples = 2\n" + data,
+			"run.toml:23 CONFLICT eval.suites.sums.args `eval.suites.sums.args` is for `kind = \"inspect_ai\"`: tasks of lm_eval take no arguments; remove it\n" +
+				"run.toml:24 CONFLICT eval.suites.sums.samples `eval.suites.sums.samples` must be 1: lm_eval samples each question once; remove it, or write `repeats` into the task\n" +
+				"run.toml:25 CONFLICT eval.suites.sums.data `eval.suites.sums.data` has no effect: the tasks of lm_eval have their own data and metrics; remove it",
+		},
+		{
+			"[eval.suites.sums]\nkind = \"inspect_ai\"\ntasks = [\"sums.py\"]\nnum_fewshot = 2\nreward = { expression = \"1.0\" }\n",
+			"run.toml:23 CONFLICT eval.suites.sums.num_fewshot `eval.suites.sums.num_fewshot` is for `kind = \"lm_eval\"`; remove it, or give the task an argument in `args`\n" +
+				"run.toml:24 CONFLICT eval.suites.sums.reward `eval.suites.sums.reward` has no effect: the tasks of inspect_ai have their own data and metrics; remove it",
+		},
+		{
+			"[eval.suites.sums]\ntasks = [\"sums.py\"]\n" + data,
+			"run.toml:21 CONFLICT eval.suites.sums.tasks `eval.suites.sums.tasks` has no effect without a library; write `kind = \"inspect_ai\"` or `kind = \"lm_eval\"`, or remove it",
+		},
 		{"[[eval.suites]]\nname = \"sums\"\n", "run.toml:20 SYNTAX  a configuration has no arrays of tables; write one table: [suites]\n" +
 			"run.toml:21 WRONG_TYPE eval.suites.name [eval.suites] contains tables with names that you choose, not the key `name`; write [eval.suites.name]"},
 	} {
@@ -115,6 +140,11 @@ func TestSuitesOfARun(t *testing.T) {
 			"run.toml:24 CONFLICT eval.suites.sums.environment `eval.suites.sums.environment` is for `rollout eval` only: " +
 				"evaluations of a run take place in its own [environment]; move the suite to another file, for `rollout eval --suite FILE`",
 		},
+		{
+			"[eval.suites.sums]\nkind = \"inspect_ai\"\ntasks = [\"sums.py\"]\n", "eval.every_steps=2",
+			"run.toml:21 CONFLICT eval.suites.sums.kind `eval.suites.sums.kind` is for `rollout eval` only; move the suite to another file, for `rollout eval --suite FILE`",
+		},
+		{"[eval.suites.sums]\nkind = \"inspect_ai\"\ntasks = [\"sums.py\"]\n", "", ""},
 		{
 			sums + "reward = { model = { path = \"judge\" } }\n", "eval.every_steps=2",
 			"run.toml:24 CONFLICT eval.suites.sums.reward `eval.suites.sums.reward` has a reward model, which evaluations of a run can have in [reward] only; " +

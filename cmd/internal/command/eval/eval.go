@@ -91,7 +91,7 @@ func execute(env *cli.Env, cmd *cobra.Command, f *flags) error {
 		return exit.New(exit.CannotMake, "name another folder with --output", "make a temporary folder: %w", err)
 	}
 	defer func() { _ = scratch.Remove() }()
-	e := &evaluating{env: env, flags: f, folder: folder, scratch: scratch}
+	e := &evaluating{env: env, cmd: cmd, flags: f, folder: folder, scratch: scratch}
 	if f.model != "" && !isFolder(f.model) {
 		err = env.Plane.Records(cmd, func(ctx context.Context, r record.Reader) (err error) {
 			e.recorded, err = inference.Record(ctx, r, f.model, f.worker.Command(), scratch.Path)
@@ -118,6 +118,7 @@ func isFolder(model string) bool {
 // evaluating is one evaluation.
 type evaluating struct {
 	env      *cli.Env
+	cmd      *cobra.Command
 	flags    *flags
 	folder   string // of the output
 	scratch  *tempdir.Folder
@@ -192,14 +193,9 @@ func (e *evaluating) run(ctx context.Context) error {
 	}
 	for _, name := range e.suites {
 		s, config := e.config.GetEval().GetSuites()[name], suite.Config(e.config, name)
-		job, err := e.job(name, s, config)
+		end, err := e.suite(ctx, name, s, config, older)
 		if err != nil {
 			return err
-		}
-		e.env.Note("suite %s  %s", name, inference.SamplingOf(config))
-		end, err := e.sample(ctx, job, older)
-		if err != nil {
-			return fmt.Errorf("suite %s: %w", name, err)
 		}
 		measured, err := evaluation.Measure(e.folder, name, s, config, end)
 		if err != nil {
@@ -219,6 +215,25 @@ func (e *evaluating) run(ctx context.Context) error {
 	return e.show(result)
 }
 
+// suite evaluates a suite.
+func (e *evaluating) suite(ctx context.Context, name string, s *configv1.EvalSuiteConfig, config *configv1.RunConfig, older *evaluation.Result) (end infer.Event, err error) {
+	if suite.OfLibrary(s) {
+		e.env.Note("suite %s  %s of %s", name, strings.Join(s.GetTasks(), ", "), s.GetKind())
+		end, err = e.library(ctx, name, s, config, older)
+	} else {
+		var job *infer.Job
+		if job, err = e.job(name, s, config); err != nil {
+			return end, err
+		}
+		e.env.Note("suite %s  %s", name, inference.SamplingOf(config))
+		end, err = e.sample(ctx, job, older)
+	}
+	if err != nil {
+		return end, fmt.Errorf("suite %s: %w", name, err)
+	}
+	return end, nil
+}
+
 // sample runs the job of a suite. It ends the worker before it samples if the older result, which
 // is kept, is of other weights.
 func (e *evaluating) sample(ctx context.Context, job *infer.Job, older *evaluation.Result) (infer.Event, error) {
@@ -228,7 +243,7 @@ func (e *evaluating) sample(ctx context.Context, job *infer.Job, older *evaluati
 	p := &inference.Progress{Env: e.env}
 	end, err := job.Run(ctx, infer.Observer{Warning: p.Warning, Event: func(event infer.Event) {
 		p.Event(event)
-		if event.Event == "begin" && len(older.Suites) > 0 {
+		if (event.Event == "begin" || event.Event == infer.Ready) && len(older.Suites) > 0 {
 			if differs = older.Of(event.ModelDigest, e.folder); differs != nil {
 				cancel()
 			}
@@ -251,28 +266,36 @@ func (e *evaluating) name() string {
 
 // job is the work for a worker that samples and scores one suite.
 func (e *evaluating) job(name string, s *configv1.EvalSuiteConfig, config *configv1.RunConfig) (*infer.Job, error) {
-	scratch := filepath.Join(e.scratch.Path, name)
-	if err := os.MkdirAll(scratch, 0o700); err != nil {
-		return nil, exit.New(exit.CannotMake, "name another folder with --output", "make a temporary folder: %w", err)
+	job, err := e.bareJob(name, s, config)
+	if err != nil {
+		return nil, err
 	}
 	rows, err := e.recorded.Rows(config, e.baseDir)
 	if err != nil {
 		return nil, fmt.Errorf("suite %s: %w", name, err)
 	}
-	job := &infer.Job{
-		Config: config, BaseDir: e.baseDir, Model: e.model, WeightsDigest: e.digest,
-		Data: rows.Path, Subset: rows.Subset, Split: rows.Split,
-		Output: filepath.Join(e.folder, evaluation.Samples(name)), Scores: filepath.Join(e.folder, evaluation.Scores(name)),
-		Limit: cmp.Or(e.flags.limit, s.GetLimit()), Threads: int(config.GetEngine().GetThreads()), Cluster: s.GetCluster(),
-		Restart: e.flags.restart, AllowFailures: e.flags.allowFailures,
-		Worker: e.flags.worker.For(config.GetEngine(), e.baseDir), Scratch: scratch, Lock: e.scratch.Lock(),
-	}
+	job.Data, job.Subset, job.Split = rows.Path, rows.Subset, rows.Split
 	if s.Baseline != nil {
 		if job.Baseline, err = inference.Data(s.GetBaseline(), e.baseDir); err != nil {
 			return nil, fmt.Errorf("suite %s: %w", name, err)
 		}
 	}
 	return job, nil
+}
+
+// bareJob is the work for a worker without the data of a suite.
+func (e *evaluating) bareJob(name string, s *configv1.EvalSuiteConfig, config *configv1.RunConfig) (*infer.Job, error) {
+	scratch := filepath.Join(e.scratch.Path, name)
+	if err := os.MkdirAll(scratch, 0o700); err != nil {
+		return nil, exit.New(exit.CannotMake, "name another folder with --output", "make a temporary folder: %w", err)
+	}
+	return &infer.Job{
+		Config: config, BaseDir: e.baseDir, Model: e.model, WeightsDigest: e.digest,
+		Output: filepath.Join(e.folder, evaluation.Samples(name)), Scores: filepath.Join(e.folder, evaluation.Scores(name)),
+		Limit: cmp.Or(e.flags.limit, s.GetLimit()), Threads: int(config.GetEngine().GetThreads()), Cluster: s.GetCluster(),
+		Restart: e.flags.restart, AllowFailures: e.flags.allowFailures,
+		Worker: e.flags.worker.For(config.GetEngine(), e.baseDir), Scratch: scratch, Lock: e.scratch.Lock(),
+	}, nil
 }
 
 // show prints the metrics.

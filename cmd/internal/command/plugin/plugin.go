@@ -2,9 +2,11 @@
 package plugin
 
 import (
+	"cmp"
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -29,9 +31,9 @@ func Command(env *cli.Env) *cobra.Command {
 
 const installLong = `Install what a plugin needs.
 
-Environments such as gymnasium need versions of packages that exclude each other and those of the learner. Each gets a separate Python
-environment, from a lock with hashes that is part of rollout, and its interpreter is printed for the configuration. One that is up to
-date is kept.
+Environments such as gymnasium, and the libraries of suites, inspect_ai and lm_eval, need versions of packages that exclude each other
+and those of the learner. Each gets a separate Python environment, from a lock with hashes that is part of rollout, and its interpreter
+is printed for the configuration. One that is up to date is kept.
 
 Any other NAME is a package with plugins: a requirement, a wheel, or a folder. It is installed with pip into the Python of the workers,
 whose packages keep their versions.`
@@ -67,7 +69,11 @@ func installCommand(env *cli.Env) *cobra.Command {
 		if env.JSON() {
 			return output.Value(env.Stdout, map[string]any{"name": args[0], "packages": got.Packages, "python": got.Python})
 		}
-		_, err = fmt.Fprintf(env.Stdout, "[environment]\nkind = %q\npython = %q # %s\n", args[0], got.Python, versions(got.Packages))
+		table := "[environment]"
+		if got.Suite {
+			table = "[eval.suites.NAME]"
+		}
+		_, err = fmt.Fprintf(env.Stdout, "%s\nkind = %q\npython = %q # %s\n", table, cmp.Or(got.Kind, args[0]), got.Python, versions(got.Packages))
 		return err
 	}
 	return cmd
@@ -102,5 +108,5 @@ func folderOf(env *cli.Env, folder, name string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	return filepath.Join(state, "plugins", filepath.Base(name)), nil
+	return filepath.Join(state, "plugins", strings.ReplaceAll(filepath.Base(name), "-", "_")), nil
 }

@@ -75,6 +75,8 @@ type answer struct {
 	Report   *report           `json:"report"`
 	Python   string            `json:"python"`
 	Packages map[string]string `json:"packages"`
+	Kind     string            `json:"kind"`  // as a configuration writes it
+	Suite    bool              `json:"suite"` // it is a kind of suites, not of environments
 	Error    *struct {
 		Reason  string `json:"reason"`
 		Message string `json:"message"`

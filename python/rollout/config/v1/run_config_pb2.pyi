@@ -1843,6 +1843,11 @@ class EvalSuiteConfig(_message.Message):
     BASELINE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    ARGS_FIELD_NUMBER: _builtins.int
+    NUM_FEWSHOT_FIELD_NUMBER: _builtins.int
+    PYTHON_FIELD_NUMBER: _builtins.int
     data: _builtins.str
     """Held-out rows: a file, glob, folder, or name on the hub, as `data.eval`. Absent: `data.eval`."""
     samples: _builtins.int
@@ -1868,6 +1873,18 @@ class EvalSuiteConfig(_message.Message):
     for the same rows. The reward is the judge: it has the completion as `row["baseline"]`, and
     returns 1 for a win, 0.5 for a tie, and 0 for a loss.
     """
+    kind: _builtins.str
+    """What evaluates: `rows`, samples of `data` that a reward scores, or a library with tasks of its
+    own, `inspect_ai` or `lm_eval`, see `tasks`. Suites of a library are for `rollout eval` only.
+    """
+    args: _builtins.str
+    """Arguments of the tasks of `inspect_ai`, a table with any keys."""
+    num_fewshot: _builtins.int
+    """Examples before each question of `lm_eval`. Absent: the task's."""
+    python: _builtins.str
+    """Interpreter of an environment with the library. Absent: the one that `rollout plugin install
+    KIND` makes in the state folder.
+    """
     @_builtins.property
     def metrics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Numbers of the scores of the samples: `mean`; `pass@K`, the probability that one of K samples
@@ -1882,6 +1899,12 @@ class EvalSuiteConfig(_message.Message):
     @_builtins.property
     def environment(self) -> Global___EnvironmentConfig:
         """Where episodes take place. Absent: `[environment]`."""
+
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tasks of the library. inspect_ai: files, `file.py` or `file.py@task`, or names that it knows.
+        lm_eval: YAML files, or names that it knows.
+        """
 
     def __init__(
         self,
@@ -1898,23 +1921,36 @@ class EvalSuiteConfig(_message.Message):
         baseline: _builtins.str | None = ...,
         reward: Global___RewardConfig | None = ...,
         environment: Global___EnvironmentConfig | None = ...,
+        kind: _builtins.str | None = ...,
+        tasks: _abc.Iterable[_builtins.str] | None = ...,
+        args: _builtins.str | None = ...,
+        num_fewshot: _builtins.int | None = ...,
+        python: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_cluster", b"_cluster", "_data", b"_data", "_limit", b"_limit", "_max_tokens", b"_max_tokens", "_pass_score", b"_pass_score", "_samples", b"_samples", "_seed", b"_seed", "_temperature", b"_temperature", "baseline", b"baseline", "cluster", b"cluster", "data", b"data", "environment", b"environment", "limit", b"limit", "max_tokens", b"max_tokens", "pass_score", b"pass_score", "reward", b"reward", "samples", b"samples", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_baseline", b"_baseline", "_cluster", b"_cluster", "_data", b"_data", "_kind", b"_kind", "_limit", b"_limit", "_max_tokens", b"_max_tokens", "_num_fewshot", b"_num_fewshot", "_pass_score", b"_pass_score", "_python", b"_python", "_samples", b"_samples", "_seed", b"_seed", "_temperature", b"_temperature", "args", b"args", "baseline", b"baseline", "cluster", b"cluster", "data", b"data", "environment", b"environment", "kind", b"kind", "limit", b"limit", "max_tokens", b"max_tokens", "num_fewshot", b"num_fewshot", "pass_score", b"pass_score", "python", b"python", "reward", b"reward", "samples", b"samples", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_cluster", b"_cluster", "_data", b"_data", "_limit", b"_limit", "_max_tokens", b"_max_tokens", "_pass_score", b"_pass_score", "_samples", b"_samples", "_seed", b"_seed", "_temperature", b"_temperature", "baseline", b"baseline", "cluster", b"cluster", "data", b"data", "environment", b"environment", "limit", b"limit", "max_tokens", b"max_tokens", "metrics", b"metrics", "pass_score", b"pass_score", "reward", b"reward", "samples", b"samples", "seed", b"seed", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_baseline", b"_baseline", "_cluster", b"_cluster", "_data", b"_data", "_kind", b"_kind", "_limit", b"_limit", "_max_tokens", b"_max_tokens", "_num_fewshot", b"_num_fewshot", "_pass_score", b"_pass_score", "_python", b"_python", "_samples", b"_samples", "_seed", b"_seed", "_temperature", b"_temperature", "args", b"args", "baseline", b"baseline", "cluster", b"cluster", "data", b"data", "environment", b"environment", "kind", b"kind", "limit", b"limit", "max_tokens", b"max_tokens", "metrics", b"metrics", "num_fewshot", b"num_fewshot", "pass_score", b"pass_score", "python", b"python", "reward", b"reward", "samples", b"samples", "seed", b"seed", "tasks", b"tasks", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__args: _TypeAlias = _typing.Literal["args"]  # noqa: Y015
+    _WhichOneofArgType__args: _TypeAlias = _typing.Literal["_args", b"_args"]  # noqa: Y015
     _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
     _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
     _WhichOneofReturnType__cluster: _TypeAlias = _typing.Literal["cluster"]  # noqa: Y015
     _WhichOneofArgType__cluster: _TypeAlias = _typing.Literal["_cluster", b"_cluster"]  # noqa: Y015
     _WhichOneofReturnType__data: _TypeAlias = _typing.Literal["data"]  # noqa: Y015
     _WhichOneofArgType__data: _TypeAlias = _typing.Literal["_data", b"_data"]  # noqa: Y015
+    _WhichOneofReturnType__kind: _TypeAlias = _typing.Literal["kind"]  # noqa: Y015
+    _WhichOneofArgType__kind: _TypeAlias = _typing.Literal["_kind", b"_kind"]  # noqa: Y015
     _WhichOneofReturnType__limit: _TypeAlias = _typing.Literal["limit"]  # noqa: Y015
     _WhichOneofArgType__limit: _TypeAlias = _typing.Literal["_limit", b"_limit"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__num_fewshot: _TypeAlias = _typing.Literal["num_fewshot"]  # noqa: Y015
+    _WhichOneofArgType__num_fewshot: _TypeAlias = _typing.Literal["_num_fewshot", b"_num_fewshot"]  # noqa: Y015
     _WhichOneofReturnType__pass_score: _TypeAlias = _typing.Literal["pass_score"]  # noqa: Y015
     _WhichOneofArgType__pass_score: _TypeAlias = _typing.Literal["_pass_score", b"_pass_score"]  # noqa: Y015
+    _WhichOneofReturnType__python: _TypeAlias = _typing.Literal["python"]  # noqa: Y015
+    _WhichOneofArgType__python: _TypeAlias = _typing.Literal["_python", b"_python"]  # noqa: Y015
     _WhichOneofReturnType__samples: _TypeAlias = _typing.Literal["samples"]  # noqa: Y015
     _WhichOneofArgType__samples: _TypeAlias = _typing.Literal["_samples", b"_samples"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -1922,17 +1958,25 @@ class EvalSuiteConfig(_message.Message):
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__args) -> _WhichOneofReturnType__args | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cluster) -> _WhichOneofReturnType__cluster | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data) -> _WhichOneofReturnType__data | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kind) -> _WhichOneofReturnType__kind | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limit) -> _WhichOneofReturnType__limit | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_fewshot) -> _WhichOneofReturnType__num_fewshot | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pass_score) -> _WhichOneofReturnType__pass_score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__python) -> _WhichOneofReturnType__python | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__samples) -> _WhichOneofReturnType__samples | None: ...
     @_typing.overload

@@ -2291,7 +2291,20 @@ type EvalSuiteConfig struct {
 	// What scores a sample. Absent: `[reward]`.
 	Reward *RewardConfig `protobuf:"bytes,11,opt,name=reward,proto3" json:"reward,omitempty"`
 	// Where episodes take place. Absent: `[environment]`.
-	Environment   *EnvironmentConfig `protobuf:"bytes,12,opt,name=environment,proto3" json:"environment,omitempty"`
+	Environment *EnvironmentConfig `protobuf:"bytes,12,opt,name=environment,proto3" json:"environment,omitempty"`
+	// What evaluates: `rows`, samples of `data` that a reward scores, or a library with tasks of its
+	// own, `inspect_ai` or `lm_eval`, see `tasks`. Suites of a library are for `rollout eval` only.
+	Kind *string `protobuf:"bytes,13,opt,name=kind,proto3,oneof" json:"kind,omitempty"`
+	// Tasks of the library. inspect_ai: files, `file.py` or `file.py@task`, or names that it knows.
+	// lm_eval: YAML files, or names that it knows.
+	Tasks []string `protobuf:"bytes,14,rep,name=tasks,proto3" json:"tasks,omitempty"`
+	// Arguments of the tasks of `inspect_ai`, a table with any keys.
+	Args *string `protobuf:"bytes,15,opt,name=args,proto3,oneof" json:"args,omitempty"`
+	// Examples before each question of `lm_eval`. Absent: the task's.
+	NumFewshot *uint32 `protobuf:"varint,16,opt,name=num_fewshot,json=numFewshot,proto3,oneof" json:"num_fewshot,omitempty"`
+	// Interpreter of an environment with the library. Absent: the one that `rollout plugin install
+	// KIND` makes in the state folder.
+	Python        *string `protobuf:"bytes,17,opt,name=python,proto3,oneof" json:"python,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2408,6 +2421,41 @@ func (x *EvalSuiteConfig) GetEnvironment() *EnvironmentConfig {
 		return x.Environment
 	}
 	return nil
+}
+
+func (x *EvalSuiteConfig) GetKind() string {
+	if x != nil && x.Kind != nil {
+		return *x.Kind
+	}
+	return ""
+}
+
+func (x *EvalSuiteConfig) GetTasks() []string {
+	if x != nil {
+		return x.Tasks
+	}
+	return nil
+}
+
+func (x *EvalSuiteConfig) GetArgs() string {
+	if x != nil && x.Args != nil {
+		return *x.Args
+	}
+	return ""
+}
+
+func (x *EvalSuiteConfig) GetNumFewshot() uint32 {
+	if x != nil && x.NumFewshot != nil {
+		return *x.NumFewshot
+	}
+	return 0
+}
+
+func (x *EvalSuiteConfig) GetPython() string {
+	if x != nil && x.Python != nil {
+		return *x.Python
+	}
+	return ""
 }
 
 // SnapshotConfig sets how often the whole training state is saved.
@@ -3560,7 +3608,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\f_max_promptsB\x0e\n" +
 	"\f_temperatureB\n" +
 	"\n" +
-	"\b_workers\"\xfe\b\n" +
+	"\b_workers\"\xe2\v\n" +
 	"\x0fEvalSuiteConfig\x129\n" +
 	"\x04data\x18\x01 \x01(\tB \xbaH\x04r\x02\x10\x01\xca\xda\x18\x15\x12\x0f\"heldout.jsonl\"\x18\x01 \x01H\x00R\x04data\x88\x01\x01\x12J\n" +
 	"\ametrics\x18\x02 \x03(\tB0\xbaH\v\x92\x01\b\x10 \"\x04r\x02\x10\x01\xca\xda\x18\x1e\n" +
@@ -3581,7 +3629,16 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\bbaseline\x18\n" +
 	" \x01(\tB6\xbaH\x16r\x142\x12\\.(parquet|jsonl)$\xca\xda\x18\x19\x12\x13\"base/chat.parquet\"\x18\x01 \x01H\bR\bbaseline\x88\x01\x01\x12?\n" +
 	"\x06reward\x18\v \x01(\v2\x1f.rollout.config.v1.RewardConfigB\x06\xca\xda\x18\x02 \x01R\x06reward\x12N\n" +
-	"\venvironment\x18\f \x01(\v2$.rollout.config.v1.EnvironmentConfigB\x06\xca\xda\x18\x02 \x01R\venvironment:\x9a\x02\xbaH\x96\x02\x1a\x93\x02\n" +
+	"\venvironment\x18\f \x01(\v2$.rollout.config.v1.EnvironmentConfigB\x06\xca\xda\x18\x02 \x01R\venvironment\x12E\n" +
+	"\x04kind\x18\r \x01(\tB,\xbaH\x1dr\x1bR\x04rowsR\n" +
+	"inspect_aiR\alm_eval\xca\xda\x18\b\n" +
+	"\x06\"rows\"H\tR\x04kind\x88\x01\x01\x12<\n" +
+	"\x05tasks\x18\x0e \x03(\tB&\xbaH\v\x92\x01\b\x10@\"\x04r\x02\x10\x01\xca\xda\x18\x14\x12\x10[\"sums.py@sums\"] \x01R\x05tasks\x120\n" +
+	"\x04args\x18\x0f \x01(\tB\x17\xca\xda\x18\x13\x12\r{ level = 2 } \x018\x01H\n" +
+	"R\x04args\x88\x01\x01\x124\n" +
+	"\vnum_fewshot\x18\x10 \x01(\rB\x0e\xbaH\x05*\x03\x18\xe8\a\xca\xda\x18\x02 \x01H\vR\n" +
+	"numFewshot\x88\x01\x01\x12H\n" +
+	"\x06python\x18\x11 \x01(\tB+\xbaH\x04r\x02\x10\x01\xca\xda\x18 \x12\x1c\"plugins/lm_eval/bin/python\" \x01H\fR\x06python\x88\x01\x01:\x9a\x02\xbaH\x96\x02\x1a\x93\x02\n" +
 	"\x11eval_suite.reward\x12^`[eval.suites.*.reward]` takes exactly one of `plugin`, `expression`, `model`, and `composite`\x1a\x9d\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), size(this.reward.composite) > 0].filter(x, x).size() == 1B\a\n" +
 	"\x05_dataB\n" +
 	"\n" +
@@ -3593,7 +3650,11 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\v_pass_scoreB\n" +
 	"\n" +
 	"\b_clusterB\v\n" +
-	"\t_baseline\"\xbc\x02\n" +
+	"\t_baselineB\a\n" +
+	"\x05_kindB\a\n" +
+	"\x05_argsB\x0e\n" +
+	"\f_num_fewshotB\t\n" +
+	"\a_python\"\xbc\x02\n" +
 	"\x0eSnapshotConfig\x12-\n" +
 	"\vevery_steps\x18\x01 \x01(\x04B\a\xca\xda\x18\x03\n" +
 	"\x010H\x00R\n" +
