@@ -61,12 +61,13 @@ def evaluate(request: Request) -> Measured:
     except Exception as error:
         raise TaskFailed(f"lm_eval ended with {_text(error)}", fix=_AGAIN) from error
     several = len(done["results"]) > 1
-    metrics = [
-        metric
-        for task, values in done["results"].items()
-        for metric in _metrics(values, f"{task}/" if several else "", done, task)
-    ]
-    samples = [sample for task, rows in done["samples"].items() for sample in _samples(rows, f"{task}/" if several else "")]
+    metrics: list[Metric] = []
+    samples: list[Sample] = []
+    for task, values in done["results"].items():
+        count = done.get("n-samples", {}).get(task, {}).get("effective", 0)
+        metrics += _metrics(values, f"{task}/" if several else "", count)
+    for task, rows in done["samples"].items():
+        samples += _samples(rows, f"{task}/" if several else "")
     return Measured(version("lm-eval"), metrics, samples)
 
 
