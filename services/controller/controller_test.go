@@ -348,6 +348,36 @@ func registered(t *testing.T, s *Server, address string) {
 	}
 }
 
+// A request of the controller that died reaches the learner after its successor has asked for the
+// state: the learner makes the next step while the successor does what was due after the last one.
+func TestARecoveryDuringAStepOfAnEarlierController(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.fault, w.only, w.after = 1, "CreateSnapshot", false // after step 2
+	died := make(chan struct{})
+	w.onFault = func() { close(died) }
+	_, stop := begin(t, w)
+	<-died
+	stop()
+	w.mu.Lock()
+	w.fault, w.only, w.calls = 1, "SaveState", 0
+	w.onFault = func() {
+		w.learner.step++
+		w.learner.digest = digestAt(w.learner.step)
+	}
+	w.mu.Unlock()
+	s, stop := begin(t, w)
+	defer stop()
+	finish(t, s)
+	if w.calls < 2 {
+		t.Errorf("the state was saved %d times", w.calls)
+	}
+	w.mu.Lock()
+	w.fresh = true
+	w.mu.Unlock()
+	correct(t, w)
+}
+
 func TestStopWithDrainTakesASnapshot(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

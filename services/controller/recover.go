@@ -30,8 +30,21 @@ type recovery struct {
 	log         *slog.Logger
 }
 
-// recover does everything up to the last committed step, and returns that step.
+// reasonStep is the reason for which a learner refuses a call for another step than its own.
+const reasonStep = "STEP_OUT_OF_TURN"
+
+// recover does everything up to the last committed step, and returns that step. It begins again if
+// the learner has made a step in the meantime: a request of an earlier controller was on its way.
 func (r *recovery) recover(ctx context.Context) (uint64, error) {
+	step, err := r.attempt(ctx)
+	if rpcerr.Reason(err) != reasonStep {
+		return step, err
+	}
+	r.log.WarnContext(ctx, "the learner made a step while its state was recovered; the recovery begins again", "error", err)
+	return r.attempt(ctx)
+}
+
+func (r *recovery) attempt(ctx context.Context) (uint64, error) {
 	last, err := r.ledger.newest(ctx)
 	if err != nil {
 		return 0, err

@@ -105,7 +105,7 @@ func (l *fakeLearner) OfferWeights(_ context.Context, in *learnerv1.OfferWeights
 func (l *fakeLearner) SaveState(_ context.Context, in *learnerv1.SaveStateRequest) (*learnerv1.SaveStateResponse, error) {
 	_, err := l.world.at("SaveState")
 	if in.GetStep() != l.step || !filepath.IsAbs(in.GetDirectory()) {
-		return nil, status.Errorf(codes.FailedPrecondition, "state of step %d requested at %d", in.GetStep(), l.step)
+		return nil, rpcerr.New(codes.FailedPrecondition, reasonStep, "state of step %d requested at %d", in.GetStep(), l.step).GRPCStatus().Err()
 	}
 	return &learnerv1.SaveStateResponse{WeightsDigest: l.digest}, err
 }

@@ -84,10 +84,11 @@ class Learner:
 
     async def initialize(self, state_directory: str, step: int) -> None:
         """Start from the model or from a saved state. A learner that is at ``step`` or later keeps
-        its state.
+        its state, after the step that an earlier controller requested, if one is being made.
 
         Raises ``StateUnreadable``.
         """
+        await self._steps.drain()
         if state_directory and not (self.initialized and self.step >= step):
             with self._thread.doing("LOAD_STATE", f"loading the state of step {step}"):
                 await self._thread.run(lambda trainer: trainer.load_state(state_directory))

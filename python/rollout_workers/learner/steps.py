@@ -71,9 +71,9 @@ class Steps:
         self._last = None
 
     async def drain(self) -> None:
-        """Wait until no step is running."""
+        """Wait until no step is running. A step continues if the caller is canceled."""
         if self._current is not None:
-            await asyncio.gather(self._current[2], return_exceptions=True)
+            await asyncio.wait([self._current[2]])
 
     async def _make(self, batch: Batch, publish: bool, read: ReadSamples) -> pb.TrainResult:
         step, last = self._thread.step, self._last

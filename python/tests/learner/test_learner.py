@@ -74,6 +74,35 @@ async def test_a_saved_state_has_the_digest_of_its_weights(tmp_path: Path) -> No
     thread.close()
 
 
+async def test_a_learner_reports_its_state_after_the_step_that_is_being_made() -> None:
+    """The step was requested by a controller that died. Its successor must not see the state before,
+    which the learner is about to leave."""
+    trainer = SlowTrainer()
+    trainer.train.set()
+    thread = await TrainerThread.start(lambda: cast(Any, trainer))
+    learner = Learner(thread, cast(Any, None))
+    await learner.initialize("", 0)
+    read: asyncio.Future[list[TrainSample]] = asyncio.get_running_loop().create_future()
+    batch = Batch(run_id="run", step=1, batch_id="b")
+    trained = asyncio.create_task(learner.train(batch, False, lambda: read, lambda *_: None))
+    async with asyncio.timeout(60):
+        while not learner.activity.startswith("reading the batch of step 1"):
+            await asyncio.sleep(0)
+        gone = asyncio.create_task(learner.initialize("", 0))
+        successor = asyncio.create_task(learner.initialize("", 0))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone])
+        for _ in range(3):  # calls of the trainer, which the successor could have made
+            await thread.run(lambda _: None)
+        assert not successor.done() and not trained.done()
+        read.set_result([])
+        await successor
+        assert learner.step == 1
+        assert (await trained).weights_digest == "of step 1"
+    thread.close()
+
+
 async def test_a_save_of_adapters_hashes_the_model_only_if_the_step_has_no_digest(tmp_path: Path) -> None:
     class Adapting(SlowTrainer):
         adapts, digests = True, 0
