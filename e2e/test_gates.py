@@ -4,6 +4,8 @@ also if that was while reserved workers evaluated, or while suites were evaluate
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -209,3 +211,54 @@ def test_suites_of_a_run_are_evaluated_and_judged_also_across_a_kill(tmp_path: P
     finally:
         held.unlink(missing_ok=True)
         stop(running)
+
+
+RESTORED = """
+[gates.worse]
+when = "no improvement of reward/mean in 2 steps"
+action = "restore_best"
+"""
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_gate_restores_the_best_snapshot_also_across_kills(tmp_path: Path, mode: str) -> None:
+    """In a run that promises bits, kills change nothing. In every run the weights of the best step
+    are those of a new lineage, from the step of the gate on."""
+    ends = []
+    for kills in (False, True):
+        job = Job(tmp_path / f"job-{kills}", steps=STEPS + 4, mode=mode, staleness=0 if mode == "sync" else 1)
+        path = job.write()
+        text = path.read_text().replace("[snapshot]\n", '[snapshot]\nbest = "reward/mean"\n')
+        path.write_text(text + RESTORED)
+        running = sim_mesh(tmp_path / f"mesh-{kills}", seconds=0.05 if kills else 0.0).start()
+        try:
+            run = submit(running, running.plan(path), job)
+            victims = ["learner", "all"] if kills else []
+            while victims:
+                until(lambda: bool(events(running, run, "gate.fired")), "the gate to fire", 60)
+                victim = victims.pop(0)
+                if victim == "all":
+                    running.kill("all")
+                    running.start()
+                else:
+                    (learner,) = (worker for worker in running.status(run).workers if worker.kind == "learner")
+                    os.kill(learner.pid, signal.SIGKILL)
+                if running.status(run).run.state == run_pb2.RUN_STATE_INTERRUPTED:
+                    running.scheduler.ResumeRun(run_pb2.ResumeRunRequest(run_id=run))
+            digest = finish(running, run)
+            (fired,) = events(running, run, "gate.fired")
+            (restored,) = events(running, run, "gate.restored")
+            best = int(restored.metrics["from_step"])
+            assert restored.step == fired.step == best + 2, "two steps did not improve on the best one"
+            report = audited(running, run)
+            assert report["steps"] == job.steps
+            made = {record.step: record.weights_digest for record in running.ledger(run)[1]}
+            assert restored.attributes["digest"] == made[best] != made[fired.step]
+            listed = running.snapshots.ListSnapshots(snapshot_pb2.ListSnapshotsRequest(run_id=run)).snapshots
+            assert (best, "best", made[best]) in {(s.step, s.name, s.weights_digest) for s in listed}
+            assert report["lineages"], "the restored weights begin a lineage"
+            ends.append((fired.step, digest))
+        finally:
+            stop(running)
+    if mode == "sync":
+        assert ends[0] == ends[1]

@@ -22,7 +22,7 @@ func (c snapshotCheck) records() {
 		switch {
 		case step.GetChain() == "":
 			c.add(at, "SNAPSHOT_AHEAD", "snapshot %s is of step %d, which is not in the ledger", s.GetSnapshotId(), s.GetStep())
-		case step.GetWeightsDigest() != s.GetWeightsDigest() && c.Run.GetPlan().GetConfig().GetDeterministic():
+		case step.GetWeightsDigest() != s.GetWeightsDigest() && !c.recorded(s.GetStep(), s.GetWeightsDigest()) && c.Run.GetPlan().GetConfig().GetDeterministic():
 			c.add(at, "SNAPSHOT_DIGEST", "snapshot %s holds %s; step %d made %s", s.GetSnapshotId(), s.GetWeightsDigest(), s.GetStep(), step.GetWeightsDigest())
 		}
 		p := step.GetEndPosition()

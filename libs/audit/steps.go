@@ -62,6 +62,18 @@ func (c stepCheck) chain() error {
 	return err
 }
 
+// restores reports whether a lineage begins with the weights of an earlier step, as a gate with the
+// action restore_best makes it.
+func (c stepCheck) restores(l *bufferv1.LineageRecord) bool {
+	allowed := false
+	for _, gate := range c.Run.GetPlan().GetConfig().GetGates() {
+		allowed = allowed || gate.GetAction() == "restore_best"
+	}
+	return allowed && slices.ContainsFunc(c.weights, func(w *bufferv1.WeightsRecord) bool {
+		return w.GetVersion() < l.GetFirstVersion() && w.GetDigest() == c.digestOf(l)
+	})
+}
+
 // lineages checks that lineages are numbered, and that each begins with a version that was
 // retrained after the weights of a committed step were lost. It returns the retrained versions by
 // the last step that was committed before, in the order in which they were recorded.
@@ -73,7 +85,7 @@ func (c stepCheck) lineages() map[uint64][]*bufferv1.WeightsRecord {
 			c.add(at, "LINEAGE_GAP", "lineage %d follows lineage %d", l.GetLineage(), i)
 		case c.digestOf(l) == "":
 			c.add(at, "LINEAGE_BROKEN", "lineage %d begins with weights version %d, which is not recorded in it", l.GetLineage(), l.GetFirstVersion())
-		case c.Run.GetPlan().GetConfig().GetDeterministic():
+		case c.Run.GetPlan().GetConfig().GetDeterministic() && !c.restores(l):
 			c.add(at, "LINEAGE_FORBIDDEN", "lineage %d begins with weights version %d; the run is deterministic, so retraining must give the same bits",
 				l.GetLineage(), l.GetFirstVersion())
 		}

@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -258,9 +259,9 @@ func (d *drive) newSession(l *learner) *session {
 	}
 	snapshotter := &snapshotter{
 		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries, log: d.log,
-		room: d.room, delivery: d.delivery, cuts: &d.cuts,
+		room: d.room, delivery: d.delivery, cuts: &d.cuts, gates: d.gates.monitor,
 	}
-	due := &dueWork{settings: d.settings, evaluator: evaluator, snapshotter: snapshotter, gates: d.gates}
+	due := &dueWork{settings: d.settings, evaluator: evaluator, snapshotter: snapshotter, gates: d.gates, learner: l, ledger: ledger, delivery: d.delivery, room: d.room, progress: d.progress}
 	return &session{
 		settings: d.settings, snapshotter: snapshotter, draining: d.drain, gates: d.gates, delivery: d.delivery, learner: l, room: d.room,
 		recovery: &recovery{
@@ -305,6 +306,10 @@ func (s *session) leave(ctx context.Context, step uint64) error {
 	if step > 0 && !s.snapshots(step) {
 		if err := s.recovery.due.settle(ctx, step); err != nil {
 			return err
+		}
+		restored, err := s.recovery.due.restore(ctx, step)
+		if err != nil || restored { // a restored state has its snapshot already
+			return cmp.Or(err, errDrained)
 		}
 		if err := s.snapshotter.take(ctx, step, periodic); err != nil {
 			return err

@@ -86,12 +86,50 @@ func (g *gates) conclude(ctx context.Context, step uint64, seen gate.Observation
 	return nil
 }
 
+// restored reports whether a gate replaced the weights of a step by those with the digest.
+func (g *gates) restored(step uint64, digest string) bool {
+	r := g.monitor.Restored(step)
+	return r != nil && r.Digest == digest
+}
+
+// setRestore stores what is restored.
+func (g *gates) setRestore(ctx context.Context, r gate.Restore) error {
+	g.monitor.SetRestore(r)
+	if g.record.save(ctx, true) {
+		return errTaken
+	}
+	return nil
+}
+
 // repeat emits what fired at the last committed step or later: the process that stored it may have
 // died before it emitted the events.
 func (g *gates) repeat(step uint64) {
-	for _, f := range g.monitor.FiredSince(step) {
-		g.fired(f)
+	for _, f := range g.monitor.FiredSince(0) {
+		if f.Step >= step {
+			g.fired(f)
+		}
+		if r := f.Restore; r != nil && r.Done && r.Step >= step {
+			g.replaced(f)
+		}
 	}
+}
+
+// replaced emits what a gate with the action restore_best restored.
+func (g *gates) replaced(f gate.Fired) {
+	r := f.Restore
+	e := &eventv1.Event{
+		EventId: id.At(time.UnixMilli(int64(r.Step)), fmt.Sprintf("gate.restored %s %s", g.runID, f.Gate)),
+		Kind:    "gate.restored", Step: r.Step,
+		Attributes: map[string]string{"gate": f.Gate, "condition": f.Condition, "snapshot": r.Snapshot, "digest": r.Digest},
+		Metrics:    map[string]float64{"from_step": float64(r.From)},
+		Message:    fmt.Sprintf("gate %s: after step %d the run continues with the state of step %d (snapshot %s): %s", f.Gate, r.Step, r.From, r.Snapshot, f.Evidence()),
+	}
+	if r.Snapshot == "" {
+		e.Kind, e.Level, e.Metrics = "gate.not_restored", eventv1.Level_LEVEL_WARN, nil
+		e.Attributes = map[string]string{"gate": f.Gate, "condition": f.Condition}
+		e.Message = fmt.Sprintf("gate %s restores nothing after step %d, because %s: %s", f.Gate, r.Step, r.Why, f.Evidence())
+	}
+	g.events.emit(e)
 }
 
 // fired emits that a gate fired.

@@ -55,6 +55,16 @@ func (l *learner) initialize(ctx context.Context, step uint64, directory string)
 	return state, nil
 }
 
+// replace loads a state from a folder instead of the one that the learner has, as the state of a
+// step.
+func (l *learner) replace(ctx context.Context, step uint64, directory string) (*learnerv1.InitializeResponse, error) {
+	state, err := ask(ctx, l, l.client.Initialize, &learnerv1.InitializeRequest{RunId: l.runID, Step: step, StateDirectory: directory, Replace: true})
+	if err != nil {
+		return nil, fmt.Errorf("restore the learner's state: %w", err)
+	}
+	return state, nil
+}
+
 // train makes a step and reports its progress.
 func (l *learner) train(ctx context.Context, batch *bufferv1.Batch, publish bool, p *progress) (*learnerv1.TrainResult, error) {
 	step := batch.GetStep()

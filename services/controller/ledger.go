@@ -51,13 +51,18 @@ func (l *ledger) recordWeights(ctx context.Context, version uint64, digest strin
 }
 
 // recordRetrained records the digest of a version that was trained again in a run that does not
-// promise bits.
+// promise bits, or whose weights a gate replaced. With promised bits, samples of replaced weights
+// are sampled again: how many there are depends on time.
 func (l *ledger) recordRetrained(ctx context.Context, version uint64, digest string) (*bufferv1.RecordWeightsResponse, error) {
+	old := l.oldLineage
+	if l.deterministic {
+		old = bufferv1.OldLineage_OLD_LINEAGE_REISSUE
+	}
 	got, err := call(ctx, l.retries, "buffer", l.buffer.RecordWeights, &bufferv1.RecordWeightsRequest{
-		RunId: l.runID, Version: version, Digest: digest, OldLineage: l.oldLineage, Fence: l.fence,
+		RunId: l.runID, Version: version, Digest: digest, OldLineage: old, Fence: l.fence,
 	})
 	if err != nil {
-		return nil, fmt.Errorf("record the retrained weights of step %d: %w", version, err)
+		return nil, fmt.Errorf("record the other weights of step %d: %w", version, err)
 	}
 	return got, nil
 }

@@ -187,7 +187,7 @@ func (r *recovery) verify(ctx context.Context, s *bufferv1.StepRecord, digest st
 	switch {
 	case s == nil, digest == "", s.GetWeightsDigest() == "":
 		return nil
-	case !r.deterministic:
+	case !r.deterministic, r.gates.restored(s.GetStep(), digest):
 		return r.lineage(ctx, s.GetStep(), digest)
 	case s.GetWeightsDigest() != digest:
 		return fmt.Errorf("step %d: recorded %s, retrained %s: %w", s.GetStep(), s.GetWeightsDigest(), digest, ErrDiverged)

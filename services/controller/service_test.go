@@ -3,6 +3,8 @@ package controller
 import (
 	"context"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"time"
 
@@ -127,7 +129,7 @@ func (w *world) CreateSnapshot(_ context.Context, in *snapshotv1.CreateSnapshotR
 	if effect {
 		w.mu.Lock()
 		s := proto.CloneOf(in.GetSnapshot())
-		s.SnapshotId = fmt.Sprintf("snap-%d", s.GetStep())
+		s.SnapshotId = fmt.Sprintf("snap-%d%s", s.GetStep(), s.GetName())
 		exists := slices.ContainsFunc(w.snapshots, func(other *snapshotv1.Snapshot) bool {
 			return other.GetStep() == s.GetStep() && other.GetName() == s.GetName()
 		})
@@ -142,8 +144,16 @@ func (w *world) CreateSnapshot(_ context.Context, in *snapshotv1.CreateSnapshotR
 	return &snapshotv1.CreateSnapshotResponse{}, err
 }
 
-func (w *world) GetSnapshot(context.Context, *snapshotv1.GetSnapshotRequest, ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error) {
-	return nil, status.Error(codes.Unimplemented, "not used")
+func (w *world) GetSnapshot(_ context.Context, in *snapshotv1.GetSnapshotRequest, _ ...grpc.CallOption) (*snapshotv1.GetSnapshotResponse, error) {
+	_, err := w.at("GetSnapshot")
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, s := range w.snapshots {
+		if s.GetSnapshotId() == in.GetSnapshotId() {
+			return &snapshotv1.GetSnapshotResponse{Snapshot: s}, err
+		}
+	}
+	return nil, status.Error(codes.NotFound, in.GetSnapshotId())
 }
 
 func (w *world) ListSnapshots(context.Context, *snapshotv1.ListSnapshotsRequest, ...grpc.CallOption) (*snapshotv1.ListSnapshotsResponse, error) {
@@ -172,6 +182,12 @@ func (w *world) MaterializeSnapshot(_ context.Context, in *snapshotv1.Materializ
 	defer w.mu.Unlock()
 	for _, s := range w.snapshots {
 		if s.GetSnapshotId() == in.GetSnapshotId() {
+			if err := os.MkdirAll(in.GetDirectory(), 0o700); err != nil {
+				return nil, err
+			}
+			if err := os.WriteFile(filepath.Join(in.GetDirectory(), "digest"), []byte(s.GetWeightsDigest()), 0o600); err != nil {
+				return nil, err
+			}
 			return &snapshotv1.MaterializeSnapshotResponse{Snapshot: s}, err
 		}
 	}

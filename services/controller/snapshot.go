@@ -28,6 +28,7 @@ type snapshotter struct {
 	retries  retries
 	room     *room
 	cuts     *cuts
+	gates    *gate.Monitor
 	log      *slog.Logger
 }
 
@@ -147,9 +148,18 @@ func (s *snapshotter) base(ctx context.Context) (uint64, error) {
 
 // first is the snapshot that the run starts from.
 func (s *snapshotter) first(ctx context.Context) (*snapshotv1.Snapshot, error) {
-	got, err := call(ctx, s.retries, "snapshot", s.service.GetSnapshot, &snapshotv1.GetSnapshotRequest{SnapshotId: s.fromSnapshot})
+	first, err := s.get(ctx, s.fromSnapshot)
 	if err != nil {
-		return nil, fmt.Errorf("find the snapshot that the run starts from: %w", err)
+		return nil, fmt.Errorf("the run starts from it: %w", err)
+	}
+	return first, nil
+}
+
+// get returns a snapshot.
+func (s *snapshotter) get(ctx context.Context, id string) (*snapshotv1.Snapshot, error) {
+	got, err := call(ctx, s.retries, "snapshot", s.service.GetSnapshot, &snapshotv1.GetSnapshotRequest{SnapshotId: id})
+	if err != nil {
+		return nil, fmt.Errorf("find snapshot %s: %w", id, err)
 	}
 	return got.GetSnapshot(), nil
 }
@@ -186,7 +196,7 @@ func (s *snapshotter) load(ctx context.Context) (*learnerv1.InitializeResponse, 
 // from, into a folder, and returns its step. The folder is "" without a training state.
 func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string, err error) {
 	listed, err := call(ctx, s.retries, "snapshot", s.service.ListSnapshots, &snapshotv1.ListSnapshotsRequest{
-		RunId: s.runID, Kind: trainState, PageSize: 1,
+		RunId: s.runID, Kind: trainState, PageSize: 100,
 	})
 	if err != nil {
 		return 0, "", fmt.Errorf("find the newest snapshot: %w", err)
@@ -194,7 +204,7 @@ func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string,
 	var from *snapshotv1.Snapshot
 	switch {
 	case len(listed.GetSnapshots()) > 0:
-		from = listed.GetSnapshots()[0]
+		from = s.newest(listed.GetSnapshots())
 		s.room.state = from.GetBytes()
 	case s.fromSnapshot != "":
 		if from, err = s.first(ctx); err != nil {
@@ -203,8 +213,45 @@ func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string,
 	default:
 		return 0, "", nil
 	}
-	if err := s.room.wait(ctx, s.room.state, "a copy of the newest snapshot"); err != nil {
-		return 0, "", err
+	dir, err = s.copy(ctx, from)
+	return from.GetStep(), dir, err
+}
+
+// newest is the newest of a list of snapshots, which begins with it. If a gate replaced the weights
+// of the step, one that was taken before does not count while there is one of the restored state.
+func (s *snapshotter) newest(list []*snapshotv1.Snapshot) *snapshotv1.Snapshot {
+	if r := s.gates.Restored(list[0].GetStep()); r != nil {
+		for _, other := range list {
+			if other.GetStep() == r.Step && other.GetName() == periodic && other.GetWeightsDigest() == r.Digest {
+				return other
+			}
+		}
+	}
+	return list[0]
+}
+
+// best returns the newest snapshot of a best value; nil without one.
+func (s *snapshotter) best(ctx context.Context) (*snapshotv1.Snapshot, error) {
+	for token := ""; ; {
+		listed, err := call(ctx, s.retries, "snapshot", s.service.ListSnapshots, &snapshotv1.ListSnapshotsRequest{RunId: s.runID, Kind: trainState, PageSize: 100, PageToken: token})
+		if err != nil {
+			return nil, fmt.Errorf("find the best snapshot: %w", err)
+		}
+		for _, found := range listed.GetSnapshots() {
+			if found.GetName() == gate.Best {
+				return found, nil
+			}
+		}
+		if token = listed.GetNextPageToken(); token == "" {
+			return nil, nil
+		}
+	}
+}
+
+// copy writes a snapshot into a folder.
+func (s *snapshotter) copy(ctx context.Context, from *snapshotv1.Snapshot) (dir string, err error) {
+	if err := s.room.wait(ctx, s.room.state, "a copy of a snapshot"); err != nil {
+		return "", err
 	}
 	id := from.GetSnapshotId()
 	dir = newScratch(s.directory, s.fence).dir("load-" + id)
@@ -213,7 +260,7 @@ func (s *snapshotter) materialize(ctx context.Context) (step uint64, dir string,
 		SnapshotId: id, Directory: dir, Paths: trainstate.Paths(trainstate.Without(trainstate.State(from), trainstate.Base)),
 	})
 	if err != nil {
-		return 0, "", fmt.Errorf("write snapshot %s to a folder: %w", id, err)
+		return "", fmt.Errorf("write snapshot %s to a folder: %w", id, err)
 	}
-	return from.GetStep(), dir, nil
+	return dir, nil
 }

@@ -205,12 +205,17 @@ type dueWork struct {
 	evaluator   *evaluator
 	snapshotter *snapshotter
 	gates       *gates
+	learner     *learner
+	ledger      *ledger
+	delivery    *delivery
+	room        *room
+	progress    *progress
 }
 
 // after does the work that is due after a step, and reports whether there was any. It is
 // idempotent.
 func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error) {
-	if d.evaluates(step) {
+	if d.evaluates(step) && d.gates.monitor.Restored(step) == nil { // else the weights of the step were evaluated before
 		if err := d.settle(ctx, step); err != nil { // before the workers get other weights
 			return true, err
 		}
@@ -226,8 +231,14 @@ func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error)
 	if err := d.gates.observeReserved(ctx, d.evaluator.reserved); err != nil {
 		return done, err
 	}
+	restored, err := d.restore(ctx, step)
+	if err != nil {
+		return true, err
+	}
 	names := d.gates.monitor.Snapshots(step)
-	if d.snapshots(step) {
+	if restored {
+		names, done = nil, true
+	} else if d.snapshots(step) {
 		names = append([]string{periodic}, names...)
 	}
 	if len(names) > 0 || d.snapshotter.cuts.first() != nil {

@@ -38,8 +38,11 @@ func (l *fakeLearner) GetLearnerStatus(context.Context, *learnerv1.GetLearnerSta
 
 func (l *fakeLearner) Initialize(_ context.Context, in *learnerv1.InitializeRequest) (*learnerv1.InitializeResponse, error) {
 	effect, err := l.world.at("Initialize")
-	if effect && l.digest == "" {
+	if effect && (l.digest == "" || in.GetReplace()) {
 		l.step, l.digest = in.GetStep(), digestAt(in.GetStep())
+		if text, err := os.ReadFile(filepath.Join(in.GetStateDirectory(), "digest")); err == nil {
+			l.digest = string(text)
+		}
 	}
 	return &learnerv1.InitializeResponse{Step: l.step, WeightsDigest: l.digest}, err
 }

@@ -93,7 +93,7 @@ class SimTrainer:
     def begin_save(self, directory: str | os.PathLike[str]) -> Saved:
         return Saved(self.save_state(directory))
 
-    def load_state(self, directory: str | os.PathLike[str]) -> None:
+    def load_state(self, directory: str | os.PathLike[str], step: int | None = None) -> None:
         root = Path(directory)
         try:
             state = json.loads((root / _STATE).read_text())
@@ -102,7 +102,7 @@ class SimTrainer:
             raise StateUnreadable(f"{root}: {error}") from error
         if policy.digest(words).root != state["weights_digest"]:
             raise StateUnreadable(f"{root} has weights with another digest than its state records")
-        self.words, self.step = words, int(state["step"])
+        self.words, self.step = words, int(state["step"]) if step is None else step
 
 
 class Saved:

@@ -82,14 +82,19 @@ class Learner:
         """``TrainerThread.wait``."""
         return self._thread.wait
 
-    async def initialize(self, state_directory: str, step: int) -> None:
+    async def initialize(self, state_directory: str, step: int, *, replace: bool = False) -> None:
         """Start from the model or from a saved state. A learner that is at ``step`` or later keeps
         its state, after the step that an earlier controller requested, if one is being made.
 
-        Raises ``StateUnreadable``.
+        replace: load the state in any case, and continue with it as the state of ``step``, whatever
+        step saved it. Raises ``StateUnreadable``.
         """
         await self._steps.drain()
-        if state_directory and not (self.initialized and self.step >= step):
+        if replace:
+            with self._thread.doing("LOAD_STATE", f"restoring a state after step {step}"):
+                await self._thread.run(lambda trainer: trainer.load_state(state_directory, step))
+            self._steps.forget()
+        elif state_directory and not (self.initialized and self.step >= step):
             with self._thread.doing("LOAD_STATE", f"loading the state of step {step}"):
                 await self._thread.run(lambda trainer: trainer.load_state(state_directory))
             self._steps.forget()

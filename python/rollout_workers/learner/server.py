@@ -70,7 +70,7 @@ class LearnerServer(LearnerWorkerServiceServicer):
 
     async def Initialize(self, request: pb.InitializeRequest, context: grpc.aio.ServicerContext) -> pb.InitializeResponse:
         self._check_run(request.run_id)
-        await self._learner.initialize(request.state_directory, request.step)
+        await self._learner.initialize(request.state_directory, request.step, replace=request.replace)
         log.info("at step %d, %s", self._learner.step, self._learner.weights.digest)
         return pb.InitializeResponse(
             step=self._learner.step, weights_digest=self._learner.weights.digest, process_id=self._who.process

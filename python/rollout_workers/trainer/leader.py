@@ -101,10 +101,10 @@ class LeadingTrainer(Trainer):
         with self._together("mark"):
             self.mark()
 
-    def load_state(self, directory: str | os.PathLike[str]) -> None:
+    def load_state(self, directory: str | os.PathLike[str], step: int | None = None) -> None:
         """See ``Trainer``; every rank reads the folder."""
-        with self._together("load_state", os.fspath(directory)):
-            super().load_state(directory)
+        with self._together("load_state", os.fspath(directory), step):
+            super().load_state(directory, step)
 
     @contextmanager
     def _together(self, method: str, *arguments: Any) -> Iterator[None]:

@@ -321,10 +321,11 @@ class Trainer:
         self.mark()
         return self._saving
 
-    def load_state(self, directory: str | os.PathLike[str]) -> None:
-        """Continue from a saved state. Raises ``StateUnreadable`` and changes nothing if that is
-        not possible."""
+    def load_state(self, directory: str | os.PathLike[str], step: int | None = None) -> None:
+        """Continue from a saved state; with ``step`` as if it was the state of that step. Raises
+        ``StateUnreadable`` and changes nothing if that is not possible."""
         load_state(Path(directory), self)
+        self.step = self.step if step is None else step
         self.mark()
 
     def restore_point(self) -> None:

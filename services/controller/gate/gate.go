@@ -22,6 +22,9 @@ const (
 	Stop    = "stop"
 	Pause   = "pause"
 	Promote = "promote"
+
+	// RestoreBest continues from the newest snapshot of a best value.
+	RestoreBest = "restore_best"
 )
 
 // Best is the name of the snapshots of best values.
@@ -39,6 +42,19 @@ type Fired struct {
 	BestStep  uint64  `json:"best_step,omitempty"` // and its step
 	Window    uint64  `json:"window,omitempty"`    // and how many values did not improve on it
 	Ended     bool    `json:"ended,omitempty"`     // whether the scheduler knows that a stop or a pause ended the run
+
+	Restore *Restore `json:"restore,omitempty"` // with restore_best: what is restored; nil: it is not decided yet
+}
+
+// Restore is what a gate with the action restore_best restores. It is stored before the learner
+// loads anything.
+type Restore struct {
+	Step     uint64 `json:"step"`           // after which the weights are restored
+	Snapshot string `json:"snapshot"`       // id; empty: nothing is restored
+	From     uint64 `json:"from"`           // step of the snapshot
+	Digest   string `json:"digest"`         // of its weights
+	Why      string `json:"why,omitempty"`  // why nothing is restored
+	Done     bool   `json:"done,omitempty"` // whether workers have the restored weights
 }
 
 // Evidence is what fired the gate, for people.
@@ -217,7 +233,7 @@ func set[V any](m *map[string]V, name string, value V) {
 func (m *Monitor) Halted() *Fired {
 	var first *Fired
 	for _, f := range m.FiredSince(0) {
-		if f.Action != Promote && !f.Ended && (first == nil || f.Step < first.Step) {
+		if (f.Action == Stop || f.Action == Pause) && !f.Ended && (first == nil || f.Step < first.Step) {
 			first = &f
 		}
 	}
@@ -229,6 +245,33 @@ func (m *Monitor) End() {
 	for _, f := range m.state.Fired {
 		f.Ended = true
 	}
+}
+
+// Restoring returns the gates whose best snapshot is not restored yet, by name.
+func (m *Monitor) Restoring() (list []Fired) {
+	for _, f := range m.FiredSince(0) {
+		if f.Action == RestoreBest && (f.Restore == nil || !f.Restore.Done) {
+			list = append(list, f)
+		}
+	}
+	return list
+}
+
+// SetRestore records what all gates of Restoring restore.
+func (m *Monitor) SetRestore(r Restore) {
+	for _, f := range m.Restoring() {
+		m.state.Fired[f.Gate].Restore = &r
+	}
+}
+
+// Restored returns what replaces the weights of a step; nil: nothing does.
+func (m *Monitor) Restored(step uint64) *Restore {
+	for _, f := range m.state.Fired {
+		if r := f.Restore; r != nil && r.Step == step && r.Snapshot != "" {
+			return r
+		}
+	}
+	return nil
 }
 
 // FiredSince returns the gates that fired at a step or later, by name.

@@ -30,6 +30,7 @@ func (r *checker) gates() {
 			r.snapshotted("gates."+name+".action", c.Metric)
 		}
 	}
+	r.restores()
 	const best = "snapshot.best"
 	metric := r.Config.GetSnapshot().GetBest()
 	if metric == "" {
@@ -48,6 +49,17 @@ func (r *checker) gates() {
 	}
 	if r.measured(best, metric) {
 		r.snapshotted(best, metric)
+	}
+}
+
+// restores reports gates that restore the best snapshot of a run that takes none.
+func (r *checker) restores() {
+	for _, name := range slices.Sorted(maps.Keys(r.Config.GetGates())) {
+		field := "gates." + name + ".action"
+		if r.Config.GetGates()[name].GetAction() == "restore_best" && r.Config.GetSnapshot().GetBest() == "" && r.Readable("snapshot.best") {
+			r.Problems.At(r.Place(field), problem.Conflict, field, fmt.Sprintf("`%s` restores the best snapshot, but the run keeps none", field),
+				"write `best = \"eval/reward\"` in [snapshot], or another metric that tells which weights are best")
+		}
 	}
 }
 

@@ -23,7 +23,7 @@ func TestGates(t *testing.T) {
 		},
 		{
 			"[gates.good]\nwhen = \"loss > 0.1\"\naction = \"halt\"\n", "",
-			"run.toml:22 BAD_VALUE gates.good.action `gates.good.action` must be \"stop\", \"pause\" or \"promote\", got \"halt\"; write \"stop\", \"pause\" or \"promote\"",
+			"run.toml:22 BAD_VALUE gates.good.action `gates.good.action` must be \"stop\", \"pause\", \"promote\" or \"restore_best\", got \"halt\"; write \"stop\", \"pause\", \"promote\" or \"restore_best\"",
 		},
 		{
 			"[gates.good]\naction = \"stop\"\n", "",
@@ -46,6 +46,12 @@ func TestGates(t *testing.T) {
 			"[snapshot]\nbest = \"accuracy\"\n", "",
 			"run.toml:21 BAD_VALUE snapshot.best `snapshot.best`: no run has a metric `accuracy`; `rollout report RUN` shows the metrics of a run; " +
 				"those of a reward are `reward/NAME`, and those of evaluations `eval/NAME`",
+		},
+		{"[gates.good]\nwhen = \"no improvement of reward/mean in 5 steps\"\naction = \"restore_best\"\n[snapshot]\nbest = \"reward/mean\"\n", "", ""},
+		{
+			"[gates.good]\nwhen = \"loss > 0.8\"\naction = \"restore_best\"\n", "",
+			"run.toml:22 CONFLICT gates.good.action `gates.good.action` restores the best snapshot, but the run keeps none; " +
+				"write `best = \"eval/reward\"` in [snapshot], or another metric that tells which weights are best",
 		},
 		{
 			"[snapshot]\nkeep_best = 3\n", "",

@@ -337,7 +337,8 @@ class GateConfig(_message.Message):
     """
     action: _builtins.str
     """`stop` ends the run as succeeded; `pause` pauses it until it is resumed; `promote` takes a
-    snapshot named `gate-NAME`, which `snapshot.keep` does not delete, and continues.
+    snapshot named `gate-NAME`, which `snapshot.keep` does not delete, and continues;
+    `restore_best` loads the newest snapshot of `snapshot.best` and continues with the next step.
     """
     def __init__(
         self,

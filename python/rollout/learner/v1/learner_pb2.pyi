@@ -515,22 +515,28 @@ class InitializeRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     STATE_DIRECTORY_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     state_directory: _builtins.str
     """Folder with the files of a `train_state` snapshot; empty: the model of the plan at step 0."""
     step: _builtins.int
     """Step of that state."""
+    replace: _builtins.bool
+    """Load the state although the worker has one. Its step is `step` from then on, whatever step saved
+    it: the run continues at `step` with earlier weights.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         state_directory: _builtins.str = ...,
         step: _builtins.int = ...,
+        replace: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "state_directory", b"state_directory", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replace", b"replace", "run_id", b"run_id", "state_directory", b"state_directory", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -414,7 +414,8 @@ type GateConfig struct {
 	// Metrics whose name ends in `loss` or `kl` improve when they fall, others when they rise.
 	When *string `protobuf:"bytes,1,opt,name=when,proto3,oneof" json:"when,omitempty"`
 	// `stop` ends the run as succeeded; `pause` pauses it until it is resumed; `promote` takes a
-	// snapshot named `gate-NAME`, which `snapshot.keep` does not delete, and continues.
+	// snapshot named `gate-NAME`, which `snapshot.keep` does not delete, and continues;
+	// `restore_best` loads the newest snapshot of `snapshot.best` and continues with the next step.
 	Action        *string `protobuf:"bytes,2,opt,name=action,proto3,oneof" json:"action,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3205,11 +3206,11 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\f_reward_typeB\x11\n" +
 	"\x0f_bootstrap_typeB\x14\n" +
 	"\x12_trust_remote_codeB\x16\n" +
-	"\x14_environment_workers\"\xa8\x01\n" +
+	"\x14_environment_workers\"\xb6\x01\n" +
 	"\n" +
 	"GateConfig\x12=\n" +
-	"\x04when\x18\x01 \x01(\tB$\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x16\x12\x14\"eval/reward >= 0.8\"H\x00R\x04when\x88\x01\x01\x12G\n" +
-	"\x06action\x18\x02 \x01(\tB*\xbaH\x1b\xc8\x01\x01r\x16R\x04stopR\x05pauseR\apromote\xca\xda\x18\b\x12\x06\"stop\"H\x01R\x06action\x88\x01\x01B\a\n" +
+	"\x04when\x18\x01 \x01(\tB$\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x16\x12\x14\"eval/reward >= 0.8\"H\x00R\x04when\x88\x01\x01\x12U\n" +
+	"\x06action\x18\x02 \x01(\tB8\xbaH)\xc8\x01\x01r$R\x04stopR\x05pauseR\apromoteR\frestore_best\xca\xda\x18\b\x12\x06\"stop\"H\x01R\x06action\x88\x01\x01B\a\n" +
 	"\x05_whenB\t\n" +
 	"\a_action\"h\n" +
 	"\x0eRecoveryConfig\x12F\n" +

@@ -945,7 +945,10 @@ type InitializeRequest struct {
 	// Folder with the files of a `train_state` snapshot; empty: the model of the plan at step 0.
 	StateDirectory string `protobuf:"bytes,2,opt,name=state_directory,json=stateDirectory,proto3" json:"state_directory,omitempty"`
 	// Step of that state.
-	Step          uint64 `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`
+	Step uint64 `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`
+	// Load the state although the worker has one. Its step is `step` from then on, whatever step saved
+	// it: the run continues at `step` with earlier weights.
+	Replace       bool `protobuf:"varint,4,opt,name=replace,proto3" json:"replace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -999,6 +1002,13 @@ func (x *InitializeRequest) GetStep() uint64 {
 		return x.Step
 	}
 	return 0
+}
+
+func (x *InitializeRequest) GetReplace() bool {
+	if x != nil {
+		return x.Replace
+	}
+	return false
 }
 
 // InitializeResponse is the state of the worker.
@@ -2211,11 +2221,12 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\x14WatchProgressRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\"Q\n" +
 	"\x15WatchProgressResponse\x128\n" +
-	"\bprogress\x18\x01 \x01(\v2\x1c.rollout.learner.v1.ProgressR\bprogress\"p\n" +
+	"\bprogress\x18\x01 \x01(\v2\x1c.rollout.learner.v1.ProgressR\bprogress\"\x8a\x01\n" +
 	"\x11InitializeRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12'\n" +
 	"\x0fstate_directory\x18\x02 \x01(\tR\x0estateDirectory\x12\x12\n" +
-	"\x04step\x18\x03 \x01(\x04R\x04step\"n\n" +
+	"\x04step\x18\x03 \x01(\x04R\x04step\x12\x18\n" +
+	"\areplace\x18\x04 \x01(\bR\areplace\"n\n" +
 	"\x12InitializeResponse\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x12%\n" +
 	"\x0eweights_digest\x18\x02 \x01(\tR\rweightsDigest\x12\x1d\n" +
