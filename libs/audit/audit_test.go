@@ -189,6 +189,14 @@ func TestAnIntactRunHasNoBreaks(t *testing.T) {
 		"stopped by a gate": func(e *table) {
 			e.Run.State, e.Run.Reason, e.Run.Step = runv1.RunState_RUN_STATE_SUCCEEDED, refusal.StoppedByGate, 2
 		},
+		"a gate restored earlier weights": func(e *table) {
+			head := e.Ledger.GetChain()
+			lose(e)
+			e.Run.Plan.Config.Deterministic = proto.Bool(true)
+			e.Run.Plan.Config.Gates = map[string]*configv1.GateConfig{"worse": {Action: proto.String("restore_best")}}
+			e.Weights[3].Digest, e.Run.WeightsDigest = e.Weights[1].GetDigest(), e.Weights[1].GetDigest()
+			e.Ledger.Chain = retrainedLink(head, e.Weights[3])
+		},
 		"without the scheduler": func(e *table) {
 			e.Run, e.Unscheduled, e.Snapshots, e.CursorBefore, e.CursorAfter = &runv1.Run{RunId: testRun}, true, nil, 0, 0
 		},
