@@ -67,8 +67,8 @@ func newDrive(cfg Config, deps Deps, from *Drive) *drive {
 	retries := retries{first: cfg.Retry, progress: progress, room: room}
 	vitals := newVitals(set, from.Health, events, deps.Snapshots, retries, log)
 	watched := newGateMonitor(set, from.Gates, log)
-	patience := patience{draining: drain, grace: cfg.DrainGrace}
-	reserved := newReserved(set, cfg, deps, progress, events, from.Evaluation, patience, log)
+	limit := drainLimit{draining: drain, grace: cfg.DrainGrace}
+	reserved := newReserved(set, cfg, deps, progress, events, from.Evaluation, limit, log)
 	record := &record{
 		store: deps.Store, spec: from.Spec, fence: set.fence, progress: progress, delivery: delivery, vitals: vitals, gates: watched, reserved: reserved, log: log,
 	}
@@ -255,7 +255,7 @@ func (d *drive) newSession(l *learner) *session {
 	ledger := &ledger{settings: d.settings, buffer: d.deps.Buffer, leaseWait: d.cfg.LeaseWait, retries: d.retries}
 	evaluator := &evaluator{
 		settings: d.settings, learner: l, delivery: d.delivery, reserved: d.reserved, progress: d.progress, events: d.events, record: d.record, log: d.log, retry: d.cfg.Retry,
-		patience: patience{draining: d.drain, grace: d.cfg.DrainGrace},
+		limit: drainLimit{draining: d.drain, grace: d.cfg.DrainGrace},
 	}
 	snapshotter := &snapshotter{
 		settings: d.settings, learner: l, service: d.deps.Snapshots, ledger: ledger, progress: d.progress, retries: d.retries, log: d.log,

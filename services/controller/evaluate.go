@@ -28,7 +28,7 @@ type evaluator struct {
 	record   *record
 	log      *slog.Logger
 	retry    time.Duration // pause after every worker has failed
-	patience patience
+	limit    drainLimit
 }
 
 // evaluate evaluates the weights of a step, emits the result, and returns it; nil if reserved
@@ -38,10 +38,10 @@ func (e *evaluator) evaluate(ctx context.Context, step uint64, first bool) (map[
 	if e.evaluatesLoss() {
 		return e.loss(ctx, step)
 	}
-	patient, end := e.patience.with(ctx)
+	limited, end := e.limit.with(ctx)
 	defer end()
-	out, err := e.completions(patient, step, first)
-	return out, e.patience.ended(patient, err)
+	out, err := e.completions(limited, step, first)
+	return out, e.limit.ended(limited, err)
 }
 
 // loss has the learner compute the loss of the held-out rows.

@@ -29,7 +29,7 @@ type reserved struct {
 	events   *reporter
 	log      *slog.Logger
 	retry    time.Duration
-	patience patience
+	limit    drainLimit
 	life     context.Context // of evaluations; set before the first
 
 	pending *pending    // started, and its result was not observed; nil: none
@@ -56,13 +56,13 @@ type pending struct {
 }
 
 // newReserved returns nil if the run reserves no workers. stored: the state of an earlier process.
-func newReserved(s settings, cfg Config, deps Deps, p *progress, events *reporter, stored []byte, patience patience, log *slog.Logger) *reserved {
+func newReserved(s settings, cfg Config, deps Deps, p *progress, events *reporter, stored []byte, limit drainLimit, log *slog.Logger) *reserved {
 	if s.cfg.GetEval().GetWorkers() == 0 {
 		return nil
 	}
 	fleet := newFleet(s, deps.Dial, cfg.Retry, &lagging{reporter: events, progress: p})
 	fleet.policy = updateRolling // a request for the version that they serve ends with that version
-	r := &reserved{settings: s, fleet: fleet, progress: p, events: events, log: log, retry: cfg.Retry, patience: patience}
+	r := &reserved{settings: s, fleet: fleet, progress: p, events: events, log: log, retry: cfg.Retry, limit: limit}
 	if len(stored) == 0 {
 		return r
 	}
@@ -221,8 +221,8 @@ func (r *reserved) samples(ctx context.Context, suite string, m *weightsv1.Weigh
 	return all, failed
 }
 
-// join waits for the evaluation in the background, and returns its error; errUnsettled if the drive is
-// asked to stop and the evaluation does not end.
+// join waits for the evaluation in the background, and returns its error; errUnsettled if the drive
+// is asked to stop and the evaluation does not end.
 func (r *reserved) join(ctx context.Context) error {
 	if r == nil || r.current == nil {
 		return nil
@@ -233,12 +233,12 @@ func (r *reserved) join(ctx context.Context) error {
 			Subjects: r.current.workers, Evidence: fmt.Sprintf("the reserved workers to end the evaluation of step %d", r.current.step),
 		})
 	}
-	patient, end := r.patience.with(ctx)
+	limited, end := r.limit.with(ctx)
 	defer end()
 	select {
 	case <-r.current.done:
-	case <-patient.Done():
-		return r.patience.ended(patient, patient.Err())
+	case <-limited.Done():
+		return r.limit.ended(limited, limited.Err())
 	}
 	err := r.current.err
 	r.last, r.current = r.current, nil

@@ -135,8 +135,8 @@ func TestAGateWithNothingToRestore(t *testing.T) {
 	}
 }
 
-// The controller, the learner, or both die at each call around the restore of a run. It ends with the
-// same weights every time.
+// The controller, the learner, or both die at each call around the restore of a run. It ends with
+// the same weights every time.
 func TestARestoreSurvivesWhateverDies(t *testing.T) {
 	t.Parallel()
 	for _, deterministic := range []bool{false, true} {

@@ -107,8 +107,8 @@ func (s *Server) renew(ctx context.Context, old *planv1.Plan, baseDir string, se
 	return &planv1.RenewPlanResponse{Plan: plan, Lock: data}, nil
 }
 
-// plan checks everything and pins the inputs. The plan is nil if there are problems. assumed: a host
-// for which memory is predicted; nil: the real one.
+// plan checks everything and pins the inputs. The plan is nil if there are problems. assumed: a
+// host for which memory is predicted; nil: the real one.
 func (c *checks) plan(ctx context.Context, assumed *planv1.AssumedHost) (*planv1.Plan, []byte, error) {
 	if err := c.read(ctx); err != nil {
 		return nil, nil, ErrInputUnreadable.Wrap(err)

@@ -4,8 +4,8 @@
 //	ConfigSource --config--> RunConfig --input, probe--> Problems | Plan --lock--> plan.lock
 //
 // Its packages: document reads TOML with positions, config binds it to the contract, input reads
-// datasets and model folders, memory predicts what the processes will hold, probe makes the dry calls
-// in Python, lock writes and reads plan.lock, problem collects problems.
+// datasets and model folders, memory predicts what the processes will hold, probe makes the dry
+// calls in Python, lock writes and reads plan.lock, problem collects problems.
 package planner
 
 import (

@@ -1,5 +1,5 @@
-"""Makes the interpreter of an environment, or of a suite, from its hashed lock, for ``rollout plugin
-install``."""
+"""Makes the interpreter of an environment, or of a suite, from its hashed lock, for
+``rollout plugin install``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class InstallFailed(RolloutError):
 
 
 def install(name: str, folder: str | os.PathLike[str], *, again: bool = False) -> Path:
-    """Make the interpreter of an environment or suite in ``folder``, and return its path. One that is up to
-    date is kept, unless ``again`` is set; another one that this function made is replaced.
+    """Make the interpreter of an environment or suite in ``folder``, and return its path. One that
+    is up to date is kept, unless ``again`` is set; another one that this function made is replaced.
 
     Raises ``PluginUnknown``, ``InstallFailed``, also if the folder has other files.
     """

@@ -17,7 +17,8 @@ from inspect_ai.scorer import value_to_float
 from rollout.suites.types import ArgumentInvalid, Measured, Metric, Request, Sample, TaskFailed, TaskUnknown
 
 _RETRIES = 6
-"""Of a request, with longer and longer pauses: a worker that has ended is started again meanwhile."""
+"""Of a request, with longer and longer pauses: a worker that has ended is started again
+meanwhile."""
 _NAMES = "name files, `file.py` or `file.py@task`, or tasks of installed packages, `package/task`"
 
 

@@ -75,8 +75,8 @@ async def test_a_saved_state_has_the_digest_of_its_weights(tmp_path: Path) -> No
 
 
 async def test_a_learner_reports_its_state_after_the_step_that_is_being_made() -> None:
-    """The step was requested by a controller that died. Its successor must not see the state before,
-    which the learner is about to leave."""
+    """The step was requested by a controller that died. Its successor must not see the state
+    before, which the learner is about to leave."""
     trainer = SlowTrainer()
     trainer.train.set()
     thread = await TrainerThread.start(lambda: cast(Any, trainer))

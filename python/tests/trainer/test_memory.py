@@ -1,4 +1,5 @@
-"""What the backward pass of a layer needs, which the planner predicts the memory of a learner from."""
+"""What the backward pass of a layer needs, which the planner predicts the memory of a learner
+from."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ROWS, LENGTH = 8, 127
 
 
 def saved(case: dict[str, Any], layers: int, *, checkpointing: bool = False) -> tuple[int, int]:
-    """Bytes that a forward pass saves for the backward pass, without parameters, and its positions."""
+    """Bytes that a forward pass saves for the backward pass, without parameters, and its
+    positions."""
     torch.manual_seed(0)
     sizes = {name: value for name, value in case.items() if name not in ("model", "dtype", "bytes")}
     config = getattr(transformers, f"{case['model']}Config")(num_hidden_layers=layers, vocab_size=54, **sizes)

@@ -39,9 +39,9 @@ func Misfits(config *configv1.RunConfig, report *planv1.MemoryReport) []string {
 	return out
 }
 
-// placed are the processes on each GPU, by the rule of rollout_workers/devices.py: the ranks take the
-// first GPUs, inference workers and then reward workers the others in turn, or all in turn if none
-// remain.
+// placed are the processes on each GPU, by the rule of rollout_workers/devices.py: the ranks take
+// the first GPUs, inference workers and then reward workers the others in turn, or all in turn if
+// none remain.
 func placed(config *configv1.RunConfig, report *planv1.MemoryReport) [][]*planv1.ProcessMemory {
 	gpus := len(report.GetGpuBytes())
 	out := make([][]*planv1.ProcessMemory, gpus)

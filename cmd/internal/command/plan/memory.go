@@ -60,8 +60,9 @@ func (f *memoryFlags) host() (*planv1.AssumedHost, error) {
 	return host, nil
 }
 
-// explainMemory prints what the run of a configuration would need. It fails with the problems of the
-// configuration, after the memory if that is known, and where the run does not fit the assumed host.
+// explainMemory prints what the run of a configuration would need. It fails with the problems of
+// the configuration, after the memory if that is known, and where the run does not fit the assumed
+// host.
 func explainMemory(ctx context.Context, env *cli.Env, c *client.Client, source *planv1.ConfigSource, host *planv1.AssumedHost) error {
 	response, err := c.Planner.CreatePlan(ctx, &planv1.CreatePlanRequest{Source: source, Host: host})
 	if err != nil {

@@ -523,8 +523,8 @@ class InitializeRequest(_message.Message):
     step: _builtins.int
     """Step of that state."""
     replace: _builtins.bool
-    """Load the state although the worker has one. Its step is `step` from then on, whatever step saved
-    it: the run continues at `step` with earlier weights.
+    """Load the state although the worker has one. Its step is `step` from then on, whatever step
+    saved it: the run continues at `step` with earlier weights.
     """
     def __init__(
         self,

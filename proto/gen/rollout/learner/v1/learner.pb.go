@@ -946,8 +946,8 @@ type InitializeRequest struct {
 	StateDirectory string `protobuf:"bytes,2,opt,name=state_directory,json=stateDirectory,proto3" json:"state_directory,omitempty"`
 	// Step of that state.
 	Step uint64 `protobuf:"varint,3,opt,name=step,proto3" json:"step,omitempty"`
-	// Load the state although the worker has one. Its step is `step` from then on, whatever step saved
-	// it: the run continues at `step` with earlier weights.
+	// Load the state although the worker has one. Its step is `step` from then on, whatever step
+	// saved it: the run continues at `step` with earlier weights.
 	Replace       bool `protobuf:"varint,4,opt,name=replace,proto3" json:"replace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -18,33 +18,33 @@ func leaves(err error) bool {
 	return errors.Is(err, errDrained) && !errors.Is(err, errNoRoom) && !errors.Is(err, errUnsettled)
 }
 
-// patience bounds how long a drive that is asked to stop waits for rewards, environments, and
+// drainLimit bounds how long a drive that is asked to stop waits for rewards, environments, and
 // tools: their calls may never end.
-type patience struct {
+type drainLimit struct {
 	draining <-chan struct{}
 	grace    time.Duration
 }
 
 // with returns a context that ends with ctx, or a grace period after the drive is asked to stop,
 // with the cause errUnsettled. end releases it.
-func (p patience) with(ctx context.Context) (patient context.Context, end func()) {
-	patient, cancel := context.WithCancelCause(ctx)
+func (p drainLimit) with(ctx context.Context) (limited context.Context, end func()) {
+	limited, cancel := context.WithCancelCause(ctx)
 	go func() {
 		select {
-		case <-patient.Done():
+		case <-limited.Done():
 			return
 		case <-p.draining:
 		}
-		if sleep(patient, p.grace); patient.Err() == nil {
+		if sleep(limited, p.grace); limited.Err() == nil {
 			cancel(errUnsettled)
 		}
 	}()
-	return patient, func() { cancel(nil) }
+	return limited, func() { cancel(nil) }
 }
 
 // ended replaces an error by errUnsettled if the grace period was over.
-func (p patience) ended(patient context.Context, err error) error {
-	if err != nil && errors.Is(context.Cause(patient), errUnsettled) {
+func (p drainLimit) ended(limited context.Context, err error) error {
+	if err != nil && errors.Is(context.Cause(limited), errUnsettled) {
 		return errUnsettled
 	}
 	return err
