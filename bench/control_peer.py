@@ -10,8 +10,8 @@ import sys
 import time
 from functools import partial
 
-import gymnasium
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+import gymnasium  # pyright: ignore[reportMissingImports]
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:

@@ -924,7 +924,7 @@ def _silent(pid: int, connections: list[_Connection], waiters: tuple[int, ...]) 
     peer = _peer(pid, connections[0]) if len(set(addresses)) == 1 else 0
     if not peer:
         return waits, fix
-    if os.path.basename(_command(peer).partition(" ")[0]) == _CONTROL_PLANE:
+    if Path(f"/proc/{peer}/comm").read_text().strip() == _CONTROL_PLANE:
         return (
             f"{waits}, an endpoint of the control plane (process {peer})",
             "see what else the run waits for: a request to its own endpoint may wait for the step that waits for this call; "
@@ -953,11 +953,12 @@ def _does(pid: int, waiters: tuple[int, ...]) -> tuple[str, str]:
             if _system_call(pid, thread)[0] == "running" and _thread_state(pid, thread) not in ("T", "t"):
                 continue
             does, fix = _kernel(pid, At("", 0, "", thread=thread), waiters)
-            if fix:
+            if fix and not does.startswith(_READS):  # a process may wait for commands in a pipe
                 return does, fix
     return "", ""
 
 
+_READS = "reads "
 _MOST_THREADS = 64
 
 
