@@ -1,5 +1,5 @@
-"""Imports every module of an installed distribution: import_all.py NAME. Modules of engines that
-need a separate environment are skipped by name."""
+"""Imports every module of an installed distribution: import_all.py NAME. Modules of engines and
+of libraries of tasks, which have separate environments, are skipped by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.metadata
 import sys
 
 ENGINES = ("sglang", "vllm")
+LIBRARIES = {"rollout.suites.inspect_tasks": "inspect_ai", "rollout.suites.lm_eval_tasks": "lm_eval"}
 OF_THE_LEARNER = "rollout_plugins.testing.tensors"
 failed: dict[str, str] = {}
 imported = 0
@@ -21,6 +22,8 @@ for file in importlib.metadata.files(sys.argv[1]) or ():
     except ModuleNotFoundError as error:
         if name == OF_THE_LEARNER and error.name == "torch":
             print(f"skipped {name}: losses are tested where the workers are installed", file=sys.stderr)
+        elif name in LIBRARIES and error.name == LIBRARIES[name]:
+            print(f"skipped {name}: {error.name} has a separate environment", file=sys.stderr)
         elif error.name not in ENGINES or not name.startswith(f"rollout_workers.engines.{error.name}."):
             failed[name] = f"{type(error).__name__}: {error}"
         else:
