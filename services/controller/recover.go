@@ -203,7 +203,7 @@ func (r *recovery) lineage(ctx context.Context, version uint64, digest string) e
 		return err
 	}
 	r.delivery.lineage = got.GetLineage()
-	if got.GetForked() {
+	if got.GetForked() && !r.gates.restored(version, digest) { // a gate reports what it restores
 		r.events.forked(version, digest, got)
 	}
 	return nil

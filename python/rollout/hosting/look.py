@@ -601,7 +601,7 @@ def _full_pipe(pid: int, number: int) -> tuple[str, str]:
     """Who has the other end of a pipe that a process can't write to."""
     link = _link(pid, number)
     name = {1: "its output", 2: "its error output"}.get(number, "a pipe")
-    readers = _with_pipe(link, os.O_RDONLY)
+    readers = _with_link(link, os.O_RDONLY)
     named = " and ".join(f"process {reader} (`{_command(reader)}`)" for reader in readers[:_MOST]) or "nobody"
     return (
         f"is blocked in a write to {name}, a full pipe that {named} should read",
@@ -611,7 +611,7 @@ def _full_pipe(pid: int, number: int) -> tuple[str, str]:
 
 def _empty_pipe(pid: int, number: int, waiters: tuple[int, ...]) -> tuple[str, str]:
     """Who has the other end of a pipe that a process reads, and what that one waits for."""
-    writers = _with_pipe(_link(pid, number), os.O_WRONLY)
+    writers = _with_link(_link(pid, number), os.O_WRONLY)
     others = [writer for writer in writers if writer != pid]
     what = "its input, a pipe" if number == 0 else "a pipe"
     if not others:
@@ -632,8 +632,8 @@ def _empty_pipe(pid: int, number: int, waiters: tuple[int, ...]) -> tuple[str, s
     )
 
 
-def _with_pipe(link: str, access: int) -> list[int]:
-    """The processes that have one end of a pipe open. access: as in open(2)."""
+def _with_link(link: str, access: int | None = None) -> list[int]:
+    """The processes that have a descriptor with this link. access: as in open(2); None: any."""
     found: list[int] = []
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError, StopIteration, ValueError):
@@ -642,9 +642,11 @@ def _with_pipe(link: str, access: int) -> list[int]:
     return sorted(found)
 
 
-def _has(process: Path, file: Path, link: str, access: int) -> bool:
+def _has(process: Path, file: Path, link: str, access: int | None) -> bool:
     if os.readlink(file) != link:
         return False
+    if access is None:
+        return True
     info = (process / "fdinfo" / file.name).read_text()
     flags = next(line.split()[1] for line in info.splitlines() if line.startswith("flags:"))
     return int(flags, 8) & os.O_ACCMODE == access
@@ -887,16 +889,6 @@ def _peer(pid: int, connection: _Connection) -> int:
 def _mapped(address: str) -> str:
     """An IPv4 address as an IPv6 socket has it."""
     return f"[::ffff:{address.rpartition(':')[0]}]:{_port(address)}"
-
-
-def _with_link(link: str) -> list[int]:
-    """The processes that have a descriptor with this link."""
-    found: list[int] = []
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if process.name.isdecimal() and any(os.readlink(file) == link for file in (process / "fd").iterdir()):
-                found.append(int(process.name))
-    return sorted(found)
 
 
 def _address(text: str) -> str:
