@@ -33,7 +33,7 @@ type Point struct {
 const warningsMax = 1000
 
 // noted are the kinds of warnings that a report lists. Others repeat the state of the run.
-var noted = []string{"log", "group.excluded", "step.flat", "health.collapse", "gate.no_metric", "lineage.forked"}
+var noted = []string{"log", "group.excluded", "step.flat", "health.collapse", "gate.no_metric", "gate.not_restored", "lineage.forked"}
 
 // Gather reads a run's status, metrics, evaluations and completions.
 func Gather(ctx context.Context, r record.Reader, name string) (*Data, error) {

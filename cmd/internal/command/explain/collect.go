@@ -203,15 +203,15 @@ func (c *collector) missing(ctx context.Context, from *client.Client, status *ru
 func (c *collector) lastEvents(ctx context.Context, most int, level eventv1.Level) ([]*eventv1.Event, error) {
 	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
 	defer cancel()
-	events, err := c.reader.Events(ctx, &storagev1.EventFilter{RunId: c.runID, MinLevel: level, Kinds: told}, most, true)
+	events, err := c.reader.Events(ctx, &storagev1.EventFilter{RunId: c.runID, MinLevel: level, Kinds: telling}, most, true)
 	slices.SortStableFunc(events, func(x, y *eventv1.Event) int { return x.GetTime().AsTime().Compare(y.GetTime().AsTime()) })
 	return events, err
 }
 
-// told are the kinds of events that explain a stall. Those with numbers of every second do not.
-var told = []string{
+// telling are the kinds of events that explain a stall. Those with numbers of every second do not.
+var telling = []string{
 	"log", "run.state", "step.committed", "weights.delivered", "weights.left_out", "phase", "worker.started", "worker.exited", "group.excluded",
-	"snapshot.created", "eval.finished", "health.collapse", "gate.fired", "gate.no_metric",
+	"snapshot.created", "eval.finished", "health.collapse", "gate.fired", "gate.no_metric", "gate.restored", "gate.not_restored",
 }
 
 // services lists the services that are unhealthy or do not answer.

@@ -8,7 +8,8 @@ import (
 // eventKinds are the kinds of events that services and workers emit, without telemetry. A test
 // compares the list with their sources.
 var eventKinds = []string{
-	"run.state", "phase", "step.committed", "step.flat", "step.short", "health.collapse", "gate.fired", "gate.no_metric", "completions", "eval.finished", "eval.skipped", "weights.delivered", "lineage.forked", "weights.left_out", "weights.caught_up", "snapshot.created",
+	"run.state", "phase", "step.committed", "step.flat", "step.short", "health.collapse", "gate.fired", "gate.no_metric", "gate.restored", "gate.not_restored",
+	"completions", "eval.finished", "eval.skipped", "weights.delivered", "lineage.forked", "weights.left_out", "weights.caught_up", "snapshot.created",
 	"worker.started", "worker.adopted", "worker.exited", "worker.fenced", "group.excluded", "group.lost", "stream.lost", "step.refused", "sink.failed", "sink.finished", "log",
 }
 
