@@ -36,7 +36,8 @@ from rollout import checkpoint
 from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.host import RESPONSES, Host, Source, request_type
-from rollout.hosting.look import Watched, here, prepare
+from rollout.hosting.lines import here, prepare
+from rollout.hosting.look import Watched
 from rollout.hosting.parent import end_with_parent
 from rollout.plugin.v1 import plugin_pb2 as pb
 

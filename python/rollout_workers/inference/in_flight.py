@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout.hosting.look import BLOCKED, Look, looks
+from rollout.hosting.kernel import BLOCKED
+from rollout.hosting.look import Look, looks
 from rollout.wait.v1.wait_pb2 import Wait
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.puller import Puller

@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 
 from rollout.environment import Result, Task, failed
-from rollout.hosting.look import At, Look
+from rollout.hosting.lines import At
+from rollout.hosting.look import Look
 from rollout.hosting.supervised import Condition
 from rollout.run.v1.run_pb2 import PromptGroup
 from rollout_workers.environments.episode import FinishedGroup

@@ -22,7 +22,9 @@ from pathlib import Path
 import pytest
 
 from rollout.hosting.child import ChildProcess
-from rollout.hosting.look import At, Look, _kernel, _system_call, _with_source, looks  # pyright: ignore[reportPrivateUsage]
+from rollout.hosting.kernel import system_call, waits_for
+from rollout.hosting.lines import At, with_source
+from rollout.hosting.look import Look, looks
 from rollout.plugin.v1 import plugin_pb2 as pb
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -290,7 +292,7 @@ def test_the_source_of_a_line_is_read_from_short_regular_files_only(tmp_path: Pa
     os.mkfifo(tmp_path / "pipe")
 
     def source(name: str, line: int) -> str:
-        return _with_source(At(str(tmp_path / name), line, "score"), os.getpid()).source
+        return with_source(At(str(tmp_path / name), line, "score"), os.getpid()).source
 
     os.utime(file, (1, 1))
     assert source("reward.py", 2) == ("x = 1; " * 12)[:80]
@@ -332,11 +334,11 @@ def test_a_resolution_without_a_socket_is_seen() -> None:
     with subprocess.Popen([sys.executable, "-c", "import select; select.poll().poll()"]) as process:
         try:
             deadline = time.monotonic() + 20
-            while "poll" not in (found := _system_call(process.pid, process.pid))[0]:
+            while "poll" not in (found := system_call(process.pid, process.pid))[0]:
                 assert time.monotonic() < deadline, found
                 time.sleep(0.02)
             at = At("/job/judge.py", 12, "judge", ("socket.py",), calls="getaddrinfo")
-            assert _kernel(process.pid, at)[0] == "resolves a host name (getaddrinfo)"
+            assert waits_for(process.pid, at.thread, at.inner, at.calls)[0] == "resolves a host name (getaddrinfo)"
         finally:
             process.kill()
 
