@@ -158,7 +158,7 @@ check: ## Run everything that CI runs
 	@.ci/run
 
 .PHONY: check-full
-check-full: check check-slow check-race check-device check-process check-engines check-environments check-playground bench ## CI, the slow end-to-end scenarios, the race detector over all Go tests, the whole suites on the fake device, saved processes, vLLM, SGLang, the playground, and the benches
+check-full: check check-slow check-race check-device check-process check-engines check-environments check-playground learn-check bench ## CI, the slow end-to-end scenarios, every family of algorithms, the race detector over all Go tests, the whole suites on the fake device, saved processes, vLLM, SGLang, the playground, and the benches
 
 .PHONY: check-race
 check-race: build venv-dev ## Run the Go tests under the race detector (needs a C compiler)
