@@ -1,5 +1,5 @@
-"""What the kernel says that a process waits for, from /proc, as a sentence and its fix. Processes of
-this host that wait for each other, over pipes, locks, and connections, are followed."""
+"""What the kernel says that a process waits for, from /proc, as a sentence and its fix. Processes
+of this host that wait for each other, over pipes, locks, and connections, are followed."""
 
 from __future__ import annotations
 
