@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import Stalled, flag, job_of
+from planted import Stalled, children, flag, job_of
 from sim import Job
 from sim import edit as set_values
 
@@ -39,10 +39,6 @@ class Root:
     job: Stalled
     words: list[str]
     also: dict[str, Any] = field(default_factory=dict)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
 def _rewarded(
@@ -210,7 +206,7 @@ def _reward_import_hangs(at: Path) -> Iterator[Root]:
     """The process of the reward was killed, and the next one waits while it imports the file."""
     head = 'import time\n\nwhile pathlib.Path(__file__).with_name("loading").exists():\n    time.sleep(0.5)'
     with _rewarded(at, "        pass", head) as job, flag(job.folder / "loading"):
-        for child in _children(job.worker("inference-0").pid):
+        for child in children(job.worker("inference-0").pid):
             os.kill(child, signal.SIGKILL)
         yield Root(job, [_line(job, "time.sleep(0.5)")])
 
@@ -290,13 +286,13 @@ def _environment_waits_for_program(at: Path) -> Iterator[Root]:
 def _environment_is_stopped(at: Path) -> Iterator[Root]:
     """The process of the environment is stopped."""
     with _played(at, "        pass") as job:
-        children = _children(job.worker("inference-0").pid)
-        for child in children:
+        found = children(job.worker("inference-0").pid)
+        for child in found:
             os.kill(child, signal.SIGSTOP)
         try:
-            yield Root(job, [rf"process ({'|'.join(map(str, children))}) of inference-0", "kill -CONT"])
+            yield Root(job, [rf"process ({'|'.join(map(str, found))}) of inference-0", "kill -CONT"])
         finally:
-            for child in children:
+            for child in found:
                 os.kill(child, signal.SIGCONT)
 
 

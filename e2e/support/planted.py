@@ -96,6 +96,46 @@ def job_of(
         stop(running)
 
 
+def children(pid: int) -> list[int]:
+    """The child processes of a process."""
+    try:
+        return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+
+
+Processes = dict[int, tuple[str, str]]
+"""The start time and the command of each process by id."""
+
+
+def descendants(pids: list[int]) -> Processes:
+    """All processes that these started."""
+    found: Processes = {}
+    for child in [child for pid in pids for child in children(pid)]:
+        with contextlib.suppress(OSError):
+            found[child] = _identity(child)
+        found |= descendants([child])
+    return found
+
+
+def alive(processes: Processes) -> Processes:
+    """Those that have not ended."""
+    return {pid: known for pid, known in processes.items() if _is(pid, known[0])}
+
+
+def _is(pid: int, started: str) -> bool:
+    try:
+        ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not ended and _identity(pid)[0] == started
+    except OSError:
+        return False
+
+
+def _identity(pid: int) -> tuple[str, str]:
+    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return started, Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+
+
 @contextlib.contextmanager
 def flag(path: Path, text: str = "") -> Iterator[None]:
     """A file that exists inside the block."""

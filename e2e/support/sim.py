@@ -24,6 +24,8 @@ from rollout_workers.environments.episode import sample_seed
 
 SEED, ROWS, GROUPS, SAMPLES = 11, 30, 4, 3
 UNAVAILABLE = 69
+CALL_TOKENS = 90
+"""Most tokens of a turn with a call."""
 TURN_SECONDS = 10
 """The deadline of a turn, which only a process that hangs exceeds."""
 
@@ -34,13 +36,14 @@ mode = "{mode}"
 
 [model]
 path = "model"
+chat_template = {chat}
 
 [data]
 train = "train.jsonl"
 
 [sampling]
 group_size = {samples}
-max_tokens = 12
+max_tokens = {tokens}
 
 {scores}
 [algorithm.{algorithm}]
@@ -107,6 +110,13 @@ max_turns = 8
 turn_timeout_seconds = {turn_seconds}
 """
 
+_TOOLS = """[environment]
+kind = "tools"
+args = {{ tools = ["{tool}"] }}
+max_turns = 4
+tool_timeout_seconds = {turn_seconds}
+"""
+
 _FLAT = """
 
 _letters = letters
@@ -137,6 +147,9 @@ class Job:
     """Episodes of several turns (`game.py`) in place of a reward. No row fails each time."""
     agents: bool = False
     """An agent plays the samples in sessions of the gateway."""
+    tool: str = ""
+    """The plugin of a tool with the numbers `a` and `b`, which the policy calls before it
+    answers."""
     boxes: bool = False
     """Every turn of an episode runs a command in a sandbox."""
     stall_seconds: float = 300.0
@@ -149,7 +162,7 @@ class Job:
     def write(self) -> Path:
         """Write the config and its files to one folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        policy.write_model(self.folder / "model")
+        policy.write_model(self.folder / "model", chat=bool(self.tool))
         rows = [json.dumps({"prompt": f"row {n}:", "answer": str(n)}) for n in range(ROWS)]
         (self.folder / "train.jsonl").write_text("\n".join(rows) + "\n")
         (self.folder / "reward.py").write_text(_REWARD + (_FLAT if self.draws else ""))
@@ -157,6 +170,7 @@ class Job:
         boxes, helpers = ("true" if on else "false" for on in (self.boxes, self.helpers))
         game = "SavedGame" if self.saves else "Game"
         played = _PLAYED.format(game=game, boxes=boxes, helpers=helpers, turn_seconds=TURN_SECONDS)
+        scored = _SCORED + (_TOOLS.format(tool=self.tool, turn_seconds=TURN_SECONDS) if self.tool else "")
         path = self.folder / "job.toml"
         path.write_text(
             _CONFIG.format(
@@ -173,9 +187,11 @@ class Job:
                 way=self.way,
                 old_lineage=self.old_lineage,
                 algorithm="dapo" if self.draws else "grpo",
-                scores=played if self.turns else _EXTERNAL if self.agents else _SCORED,
-                attempts=100 if self.turns else 20 if self.agents else 2,
-                context=256 if self.turns or self.agents else 64,
+                scores=played if self.turns else _EXTERNAL if self.agents else scored,
+                chat="true" if self.tool else "false",
+                tokens=CALL_TOKENS if self.tool else 12,
+                attempts=100 if self.turns or self.tool else 20 if self.agents else 2,
+                context=1024 if self.tool else 256 if self.turns or self.agents else 64,
             )
         )
         return path
@@ -322,7 +338,7 @@ def journals_agree(running: Mesh, run: str, job: Job) -> dict[str, int]:
             assert used.setdefault(name, step.step) == step.step, (
                 f"{name} was trained by step {used[name]} and by step {step.step}"
             )
-            if job.turns or job.agents:
+            if job.turns or job.agents or job.tool:
                 continue  # turns have their own weights, which `recording.ids_agree` compares
             key = ref.key
             version = receipts[name]

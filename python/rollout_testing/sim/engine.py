@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,11 +159,11 @@ class SimText(Text):
     """The tokenizer: each character is a token."""
 
     def __init__(self) -> None:
-        self.tokenizer: Any = None
+        self.tokenizer: Any = SimpleNamespace(added_tokens_decoder={})
 
     @property
     def template(self) -> str:
-        return ""
+        return policy.TEMPLATE
 
     @property
     def eos_id(self) -> int | None:
@@ -191,8 +192,9 @@ class SimText(Text):
     def decode(self, sequences: Iterable[Sequence[int] | np.ndarray]) -> list[str]:
         return [decode(list(ids)) for ids in sequences]
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
-        return "\n".join(str(message["content"]) for message in messages)
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), **_: Any) -> str:
+        offered = "".join(f"{tool['function']['name']} " for tool in tools)
+        return (f"<tools>{offered}</tools>" if tools else "") + "\n".join(str(message["content"]) for message in messages)
 
 
 def decode(ids: Sequence[int]) -> str:

@@ -18,8 +18,15 @@ from rollout_workers.weights.transfer.publish_folder import replace
 
 WORDS = 64
 MODEL_TYPE = "rollout-sim"
+TEMPLATE = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }} {% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}{{ m.content }}{% endfor %}"
+)
+"""The chat template: the names of the tools, and the texts of the messages. `SimText.render` gives
+the same."""
 _TENSOR_FILE = "model.safetensors"
 _MANIFEST_FILE = "rollout_weights.json"
+_TOOLS, _TOOLS_MOST = "<tools>", 512
 
 Words = NDArray[np.uint64]
 
@@ -67,9 +74,9 @@ class WeightsManifest:
     files: tuple[FileEntry, ...]
 
 
-def write_model(folder: Path, seed: int = 0) -> None:
+def write_model(folder: Path, seed: int = 0, *, chat: bool = False) -> None:
     """Write a model of this type in the layout that the planner expects. The tokenizer's vocabulary
-    is the bytes."""
+    is the bytes. chat: with the chat template of `SimText.render`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE, "max_position_embeddings": 4096}))
     vocabulary = {chr(code): code for code in range(32, 127)}
@@ -81,6 +88,8 @@ def write_model(folder: Path, seed: int = 0) -> None:
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    if chat:
+        settings["chat_template"] = TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     words = np.frombuffer(blake3(f"rollout.sim.model.{seed}".encode()).digest(8 * WORDS), "<u8")
     (folder / _TENSOR_FILE).write_bytes(_safetensors(words))
@@ -185,7 +194,24 @@ def sample(words: Words, prompt: Sequence[int], seed: int, most: int) -> tuple[N
     ids = (32 + draws[:, 0] % 95).astype(np.int32)
     if length < most:
         ids[-1] = 0
+    if (call := _call(prompt, key)) is not None:
+        draws = np.frombuffer(blake3(b"rollout.sim.call.v1" + key).digest(8 * len(call)), "<u4").reshape(len(call), 2)
+        ids, draws = call[:most], draws[:most]
     return ids, ((draws[:, 1] % 4096) / np.float32(-512)).astype(np.float32)
+
+
+def _call(prompt: Sequence[int], key: bytes) -> NDArray[np.int32] | None:
+    """The tokens of a call of a tool that the prompt offers, with the numbers ``a`` and ``b``: of
+    four completions three are calls. None: no call."""
+    start = bytes(at for at in prompt[:_TOOLS_MOST] if at < 128).decode()
+    if not start.startswith(_TOOLS):
+        return None
+    calls, name, a, b = blake3(b"rollout.sim.call.v1" + key).digest(4)
+    if not calls % 4:
+        return None
+    names = start[len(_TOOLS) :].partition("</tools>")[0].split()
+    call = json.dumps({"name": names[name % len(names)], "arguments": {"a": a, "b": b}})
+    return np.frombuffer(f"<tool_call>{call}</tool_call>\0".encode(), np.uint8).astype(np.int32)
 
 
 def learn(words: Words, batch: Sequence[bytes], step: int) -> Words:

@@ -45,6 +45,19 @@ def test_samples_depend_only_on_weights_prompt_and_seed(model: Path) -> None:
     assert sampled(first) != sampled(again)
 
 
+def test_a_prompt_with_tools_is_answered_with_calls(model: Path) -> None:
+    tool = {"function": {"name": "add", "parameters": {"type": "object"}}}
+    text, words = SimText(), policy.read(model)
+    [prompt] = text.encode([text.render([{"role": "user", "content": "row 1:"}], tools=[tool])])
+    drawn = [policy.sample(words, prompt.tolist(), seed, 90) for seed in range(40)]
+    calls = [said for said in text.decode(ids.tolist() for ids, _ in drawn) if said.startswith("<tool_call>")]
+    assert 20 < len(calls) < 40
+    assert all(len(ids) == len(logprobs) and ids[-1] == 0 for ids, logprobs in drawn)
+    assert json.loads(calls[0].removeprefix("<tool_call>").removesuffix("</tool_call>"))["name"] == "add"
+    first = [policy.sample(words, prompt.tolist(), seed, 1)[0][0] for seed in range(40)]
+    assert first == [ids[0] for ids, _ in drawn]  # an aborted sample continues with the same tokens
+
+
 def test_the_digest_is_computed_from_the_engines_weights(model: Path, tmp_path: Path) -> None:
     engine = SimEngine(str(model), 0, 4)
     words = policy.learn(engine.words, [b"a sample"], 1)
