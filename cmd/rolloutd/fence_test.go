@@ -37,6 +37,7 @@ var unfenced = map[string]string{
 	"rollout.weights.v1.WeightsService":                       "it only streams weights",
 	"rollout.plan.v1.PlannerService":                          "clients decide it",
 	"rollout.run.v1.SchedulerService":                         "clients decide it, and the leader of the scheduler executes it",
+	"rollout.run.v1.PlaceService":                             "a place executes the orders of the leader whose stream it is, and the stream ends with the term",
 	"rollout.serving.v1.ServingService":                       "clients decide it, and the leader of the scheduler executes it",
 	"rollout.key.v1.ApiKeyService":                            "clients decide it",
 	"rollout.key.v1.ApiKeyInternalService":                    "replicas of the gateway share one database",

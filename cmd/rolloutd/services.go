@@ -128,7 +128,8 @@ func newSnapshot(ctx context.Context, m *mesh) (hosted, error) {
 
 func newPlanner(_ context.Context, m *mesh) (hosted, error) {
 	cfg := planner.Config{Python: pythonOf(m.cfg.Worker), Env: childEnv(m.cfg, m.environ), Folder: m.cfg.SharedDir}
-	if slices.Contains(m.cfg.Target, "all") || slices.Contains(m.cfg.Target, names.SchedulerService) {
+	here := slices.Contains(m.cfg.Target, "all") || slices.Contains(m.cfg.Target, names.SchedulerService)
+	if here && len(elsewhere(m.cfg.Launch)) == 0 {
 		cfg.Host = hostMemory(cfg.Env) // the scheduler starts workers on its own host
 	}
 	s, err := planner.New(cfg)
@@ -232,7 +233,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 		StateDir: m.cfg.SharedDir, ResumeOnStart: m.cfg.Worker.ResumeOnStart || m.replicated(), Replicas: m.replicated(),
 		Worker: scheduler.WorkerConfig{
 			Command: workerCommand(m.cfg.Worker), Cores: m.cfg.Worker.Cores,
-			Env: workerEnv(m.cfg, m.endpoints, m.environ), BusEnv: busEnv(m.cfg, m.endpoints, m.environ),
+			Elsewhere: elsewhere(m.cfg.Launch), Env: workerEnv(m.cfg, m.endpoints, m.environ), BusEnv: busEnv(m.cfg, m.endpoints, m.environ),
 			NATSURL: m.endpoints.nats, NATSToken: natsToken, NATS: workerAccess(m.cfg, m.endpoints),
 			ConsulAddress: m.endpoints.consul, ConsulToken: consulToken, Consul: agentFiles(m.cfg, m.endpoints),
 			Issue: m.issue, ServicesKey: m.seal.Public(), TLS: workerTLS(m.cfg.TLS), OTLPEndpoint: variable(m.environ, "OTEL_EXPORTER_OTLP_ENDPOINT"),
@@ -241,6 +242,7 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	shape := func(r grpc.ServiceRegistrar) {
 		runv1.RegisterSchedulerServiceServer(r, nil)
 		runv1.RegisterSchedulerInternalServiceServer(r, nil)
+		runv1.RegisterPlaceServiceServer(r, nil)
 		servingv1.RegisterServingServiceServer(r, nil)
 	}
 	program, err := os.Executable()
@@ -249,12 +251,13 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	}
 	keepers := &keeper.Host{Program: []string{program, keeperArgument}}
 	return elect(ctx, m, names.SchedulerService, store, shape, func(store *schedulerstore.Store, epoch uint64) (*scheduler.Server, error) {
+		launcher, places := launchers(m, keeper.Launcher{
+			Local: local.Launcher{Log: local.LogLimits{Bytes: int64(m.cfg.Worker.LogBytes), LinesPerSecond: m.cfg.Worker.LogRate}},
+			Host:  keepers, Epoch: epoch,
+		})
 		return scheduler.New(cfg, scheduler.Deps{
 			Store: store, Planner: plans, Buffer: ledger, Controller: learner, Snapshots: snapshots, Sessions: sessions, EventLog: log, Bus: m.bus, Registry: m.discovery, Epoch: epoch,
-			Launcher: keeper.Launcher{
-				Local: local.Launcher{Log: local.LogLimits{Bytes: int64(m.cfg.Worker.LogBytes), LinesPerSecond: m.cfg.Worker.LogRate}},
-				Host:  keepers, Epoch: epoch,
-			},
+			Launcher: launcher, Places: places,
 			Dial: dialer[scheduler.Conn](m), Events: m.events, Log: m.logger(names.SchedulerService), Locks: store.Blocked,
 		})
 	})

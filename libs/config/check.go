@@ -1,6 +1,7 @@
 package config
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net"
@@ -99,8 +100,22 @@ func (c Config) finish() (Config, error) {
 	if c.Worker.LogRate < 1 {
 		fail("worker.log_lines_per_second: %d is not a positive integer", c.Worker.LogRate)
 	}
+	errs = append(errs, c.Launch.check()...)
 	errs = append(errs, c.passedOn()...)
 	return c, errors.Join(errs...)
+}
+
+// check reports kinds of launchers that do not exist.
+func (l Launch) check() (errs []error) {
+	for _, key := range []struct{ name, value string }{
+		{"launch.kind", l.Kind}, {"launch.learner.kind", cmp.Or(l.Learner.Kind, LaunchLocal)}, {"launch.inference.kind", cmp.Or(l.Inference.Kind, LaunchLocal)},
+		{"launch.reward.kind", cmp.Or(l.Reward.Kind, LaunchLocal)}, {"launch.environment.kind", cmp.Or(l.Environment.Kind, LaunchLocal)},
+	} {
+		if !slices.Contains(launchers, key.value) {
+			errs = append(errs, fmt.Errorf("%s: %q is not one of %s", key.name, key.value, strings.Join(launchers, ", ")))
+		}
+	}
+	return errs
 }
 
 // passedOn reports problems of the variables that workers get.

@@ -7,6 +7,7 @@
 package config
 
 import (
+	"cmp"
 	"path/filepath"
 	"time"
 )
@@ -32,6 +33,7 @@ type Config struct {
 	TLS       TLS           `toml:"tls"`
 	Log       Log           `toml:"log"`
 	Worker    Worker        `toml:"worker"`
+	Launch    Launch        `toml:"launch"`
 }
 
 // Gateway is the OpenAI-compatible HTTP endpoint. It asks for an API key, except from the user of
@@ -155,6 +157,38 @@ type Worker struct {
 	LogRate       int      `toml:"log_lines_per_second"` // lines of a worker that are written; others are counted
 }
 
+// Launch says who starts the workers of each kind.
+type Launch struct {
+	Kind        string      `toml:"kind"` // of the kinds of workers that have none of their own
+	Learner     LaunchGroup `toml:"learner"`
+	Inference   LaunchGroup `toml:"inference"`
+	Reward      LaunchGroup `toml:"reward"`
+	Environment LaunchGroup `toml:"environment"`
+}
+
+// LaunchGroup is what differs for the workers of one kind.
+type LaunchGroup struct {
+	Kind string `toml:"kind"`
+}
+
+// Launchers, the values of Launch.Kind.
+const (
+	LaunchLocal    = "local"    // child processes of the scheduler
+	LaunchExternal = "external" // an operator starts them, and they join
+)
+
+var launchers = []string{LaunchLocal, LaunchExternal}
+
+// Groups are the settings by kind of worker, with the launcher of each.
+func (l Launch) Groups() map[string]LaunchGroup {
+	out := map[string]LaunchGroup{"learner": l.Learner, "inference": l.Inference, "reward": l.Reward, "environment": l.Environment}
+	for worker, group := range out {
+		group.Kind = cmp.Or(group.Kind, l.Kind)
+		out[worker] = group
+	}
+	return out
+}
+
 // Default is the configuration without any source. state is the state folder.
 func Default(state string) Config {
 	return Config{
@@ -169,6 +203,7 @@ func Default(state string) Config {
 		Retention: Retention{TelemetryRecentMinutes: 60, TelemetryFineHours: 24},
 		Database:  Database{SchemaPrefix: "rollout", MaxConnections: 8, StatementTimeout: 30},
 		Log:       Log{Format: "text", Level: "info"},
+		Launch:    Launch{Kind: LaunchLocal},
 		Worker:    Worker{LogBytes: 16 << 20, LogRate: 500},
 	}
 }

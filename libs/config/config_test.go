@@ -134,6 +134,29 @@ format = "json"
 	}
 }
 
+// The launcher of a kind of worker is its own, or that of all kinds.
+func TestLaunchers(t *testing.T) {
+	t.Parallel()
+	path := write(t, `
+[launch]
+kind = "external"
+[launch.learner]
+kind = "local"
+`)
+	got := load(t, nil, "--config", path).Launch.Groups()
+	for worker, want := range map[string]string{"learner": LaunchLocal, "inference": LaunchExternal, "reward": LaunchExternal, "environment": LaunchExternal} {
+		if got[worker].Kind != want {
+			t.Errorf("%s workers are %s, want %s", worker, got[worker].Kind, want)
+		}
+	}
+	for _, flag := range []string{"--launch-kind=ssh", "--launch-reward-kind=ssh"} {
+		key := strings.NewReplacer("--", "", "-", ".").Replace(strings.TrimSuffix(flag, "=ssh"))
+		if _, err := Load([]string{flag}, home, &bytes.Buffer{}); err == nil || !strings.Contains(err.Error(), key+`: "ssh" is not one of local, external`) {
+			t.Errorf("%s: %v", flag, err)
+		}
+	}
+}
+
 // Every leaf of the struct has a key of its TOML name, so that a file, a variable and a flag can
 // say the same.
 func TestEveryFieldHasAKey(t *testing.T) {

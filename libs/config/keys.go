@@ -77,6 +77,11 @@ var keys = []key{
 	{"worker.resume_on_start", "resume runs that were active when the scheduler last stopped", func(c *Config) any { return &c.Worker.ResumeOnStart }},
 	{"worker.log_bytes", "size in bytes at which the log of a worker is rotated; one older file stays", func(c *Config) any { return &c.Worker.LogBytes }},
 	{"worker.log_lines_per_second", "lines that a worker may log in a second, and a tenth of it if they differ only in digits; others are dropped and counted, except the last ones before an exit", func(c *Config) any { return &c.Worker.LogRate }},
+	{"launch.kind", "who starts the workers: local, the scheduler on its own host; external, an operator with rollout-worker KIND --join ADDRESS", func(c *Config) any { return &c.Launch.Kind }},
+	{"launch.learner.kind", "the same for learners alone; empty: launch.kind", func(c *Config) any { return &c.Launch.Learner.Kind }},
+	{"launch.inference.kind", "the same for inference workers alone", func(c *Config) any { return &c.Launch.Inference.Kind }},
+	{"launch.reward.kind", "the same for reward workers alone", func(c *Config) any { return &c.Launch.Reward.Kind }},
+	{"launch.environment.kind", "the same for environment workers alone", func(c *Config) any { return &c.Launch.Environment.Kind }},
 }
 
 const envPrefix = "ROLLOUTD_"

@@ -53,6 +53,7 @@ var scopes = table(map[apikey.Scope]map[string]string{
 	},
 	apikey.Mesh: {
 		"rollout.run.v1.SchedulerInternalService":     "CompleteRun GetCursor GetProject GetStanding VerifyWorkers",
+		"rollout.run.v1.PlaceService":                 "Join",
 		"rollout.buffer.v1.BufferService":             "OpenLedger CloseLedger RecordWeights PutTrajectories LeaseBatch CommitStep CutLedger DeleteRun",
 		"rollout.learner.v1.LearnerControllerService": "StartRun StopRun CutRun DeleteRun",
 		"rollout.gateway.v1.RolloutGatewayService":    "DeleteRun",

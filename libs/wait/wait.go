@@ -37,6 +37,7 @@ const (
 	WorkerLoading      = "WORKER_LOADING"
 	WorkerUnregistered = "WORKER_UNREGISTERED"
 	WorkerStarting     = "WORKER_STARTING"
+	WorkerAwaited      = "WORKER_AWAITED" // that an operator starts
 	WorkerRestarting   = "WORKER_RESTARTING"
 	WorkerStopped      = "WORKER_STOPPED"
 	WorkerInIO         = "WORKER_IN_IO"

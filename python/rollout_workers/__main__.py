@@ -1,6 +1,8 @@
 """``rollout-worker inference|learner|reward|sinks``: one worker of one run, started by the
 scheduler (docs/wire.md).
 
+``rollout-worker KIND --join ADDRESS --token FILE``: a place for workers of a kind, started by an
+operator (docs/external-workers.md).
 ``rollout-worker environment``: environments for rollout workers (docs/multistep.md).
 ``rollout-worker replay``: train a run's recorded batches again, for ``rollout replay``.
 ``rollout-worker merge``: merge adapters into their model, for ``rollout export weights``.
@@ -29,6 +31,7 @@ import argparse
 import asyncio
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.kinds import COMMANDS, WORKERS, DetachedKind, Link, LinkedKind, Process
@@ -46,6 +49,9 @@ from rollout_workers.worker.lifecycle import (
 from rollout_workers.worker.spec import Identity, SpecError, identity, load_spec
 from rollout_workers.worker.telemetry import configure, flush
 
+if TYPE_CHECKING:
+    from rollout_workers.worker.join import Joining
+
 log = logging.getLogger("rollout_workers")
 
 EXIT_USAGE = 64
@@ -57,7 +63,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="rollout-worker", description=__doc__)
     parser.add_argument("kind", choices=(*WORKERS, *COMMANDS))
     parser.add_argument("--spec", help="the worker's spec (default: $ROLLOUT_WORKER_SPEC)")
+    places = parser.add_argument_group("places for external workers (docs/external-workers.md)")
+    places.add_argument("--join", metavar="ADDRESS", help="host:port of the scheduler; of several replicas, a comma list")
+    places.add_argument("--token", metavar="FILE", help="the mesh token (0600)")
+    places.add_argument("--ca-file", metavar="FILE", default="", help="PEM authority of the mesh, if it uses TLS")
+    places.add_argument("--cert-file", metavar="FILE", default="", help="PEM certificate of a worker")
+    places.add_argument("--key-file", metavar="FILE", default="", help="PEM key of that certificate")
     arguments = parser.parse_args()
+    joining = _joining(parser, arguments) if arguments.join else None
     prepare_process()
     # seconds: the thread that dispatches tensor operations must not wait 5 ms for the event loop's
     # thread
@@ -66,6 +79,10 @@ def main() -> None:
     for chatty in ("httpx", "httpx2"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # torch warns about faster settings that we do not use
+    if joining:
+        from rollout_workers.worker.join import join
+
+        leave_now(asyncio.run(join(joining)))
     if command := COMMANDS.get(arguments.kind):
         command(arguments.spec or "")
     try:
@@ -84,6 +101,22 @@ def main() -> None:
     who = identity(spec)
     configure(spec.otlp_endpoint, who)
     asyncio.run(_run(kind, spec, who))
+
+
+def _joining(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Joining:
+    """The options of a place for workers. Exits with the usage if they can't work."""
+    from rollout_workers.worker.join import KINDS, Joining
+    from rollout_workers.worker.tls import PemFiles
+
+    if arguments.kind not in KINDS:
+        parser.error(f"--join: {arguments.kind} is not a kind of worker that can join; the kinds are {', '.join(KINDS)}")
+    if not arguments.token:
+        parser.error("--join: name the file of the mesh token with --token")
+    if bool(arguments.cert_file) != bool(arguments.key_file) or (arguments.cert_file and not arguments.ca_file):
+        parser.error("--join: --ca-file, --cert-file, and --key-file belong together")
+    addresses = [address for address in arguments.join.split(",") if address]
+    tls = PemFiles(arguments.ca_file, arguments.cert_file, arguments.key_file)
+    return Joining(arguments.kind, addresses, arguments.token, tls)
 
 
 async def _run(kind: LinkedKind | DetachedKind, spec: WorkerSpec, who: Identity) -> None:

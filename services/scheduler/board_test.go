@@ -2,12 +2,15 @@ package scheduler
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
+	"github.com/rollout-rl/rollout/libs/wait"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
 // A wait names what is waited for, the owner, and since when; workers with the same wait are one
@@ -87,6 +90,30 @@ func TestWaitsOfMany(t *testing.T) {
 	want := "inference-000, inference-001, inference-002 and 997 more to be started (scheduler)"
 	if got := c.absent("run-1"); len(got.waits) != 1 || got.waits[0].GetEvidence() != want || got.learner {
 		t.Errorf("%v, want %q", got, want)
+	}
+}
+
+// Workers that wait for an operator are counted by kind, with the fix of their launcher.
+func TestWaitsForExternalWorkers(t *testing.T) {
+	t.Parallel()
+	c := newFleet()
+	awaits := launch.Awaited{Owner: wait.User, Reason: wait.WorkerAwaited, What: "external inference worker", Fix: "start them"}
+	c.put("inference-0", workerView{kind: "inference", awaits: awaits, why: "was lost"})
+	c.put("inference-1", workerView{kind: "inference", awaits: awaits})
+	awaits.What, awaits.Detail = "Slurm job", "job 7: Resources"
+	c.put("learner-0", workerView{kind: "learner", awaits: awaits})
+	var got []string
+	for _, w := range c.absent("run-1").waits {
+		if w.GetOwner() != wait.User || w.GetReason() != wait.WorkerAwaited || w.GetFix() != "start them" {
+			t.Errorf("wait %v", w)
+		}
+		got = append(got, w.GetEvidence())
+	}
+	if want := []string{"2 external inference workers for inference-0 and inference-1", "1 Slurm job for learner-0 (job 7: Resources)"}; !slices.Equal(got, want) {
+		t.Errorf("%q, want %q", got, want)
+	}
+	if got := c.workers["inference-0"].activity(); got != "waits for an external inference worker" {
+		t.Error(got)
 	}
 }
 

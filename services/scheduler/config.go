@@ -53,8 +53,11 @@ const OwnCredential = "own"
 // WorkerConfig is the configuration of every worker process. Tokens are references, "file:PATH" or
 // "env:NAME", so that specs on disk have no credentials of others.
 type WorkerConfig struct {
-	Command       []string // program and arguments before the kind, e.g. [".venv/bin/rollout-worker"]
-	Env           []string // environment, KEY=value
+	Command []string // program and arguments before the kind, e.g. [".venv/bin/rollout-worker"]
+	Env     []string // environment, KEY=value
+	// Elsewhere has the kinds of workers that run in the environment of another host: they get no
+	// variables of Env, and use the cores of that host.
+	Elsewhere     map[string]bool
 	BusEnv        []string // additional environment of workers that connect to NATS
 	NATSURL       string
 	NATSToken     string
@@ -151,6 +154,13 @@ type Conn interface {
 	Close() error
 }
 
+// Places are where workers run that an operator starts. *external.Pool implements it.
+type Places interface {
+	Join(stream runv1.PlaceService_JoinServer) error
+	// Close sends all places away, when no worker runs in them.
+	Close()
+}
+
 // Events sends events without blocking.
 type Events interface {
 	Emit(e *eventv1.Event)
@@ -170,6 +180,7 @@ type Deps struct {
 	Bus        Bus
 	Registry   Registry
 	Launcher   launch.Launcher
+	Places     Places                                                             // for external workers; nil: there are none
 	Dial       func(run string, incarnation uint32, address string) (Conn, error) // connects to a worker, host:port
 	Events     Events
 	Log        *slog.Logger     // nil discards

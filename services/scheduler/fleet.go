@@ -10,6 +10,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/worker"
 	inferencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/inference/v1"
 	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
+	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
 // fleet holds the observed workers of a run. The view changes many times a second, and that must
@@ -35,9 +36,10 @@ type workerView struct {
 	pid      int    // of that process, for people; 0 if the launcher has none
 	nonce    string // secret of the newest launch
 	restarts int
-	why      string // of the last exit
-	address  string // "" until the launched process registered
-	served   bool   // this process has registered before
+	why      string         // of the last exit
+	awaits   launch.Awaited // what its next process waits for; empty while none is queued
+	address  string         // "" until the launched process registered
+	served   bool           // this process has registered before
 	status   *inferencev1.GetInferenceStatusResponse
 }
 
@@ -47,6 +49,8 @@ func (w workerView) healthy() bool {
 
 func (w workerView) activity() string {
 	switch {
+	case w.process == "" && w.awaits.What != "":
+		return "waits for " + article(w.awaits.What) + " " + w.awaits.What
 	case w.process == "" && w.why != "":
 		return "is being restarted: it " + w.why
 	case w.process == "":
@@ -94,7 +98,10 @@ func (f *fleet) absent(run string) *absence {
 		return f.summary
 	}
 	f.summary = &absence{}
-	type cause struct{ owner, reason, what string }
+	type cause struct {
+		owner, reason, what string
+		awaits              launch.Awaited
+	}
 	by := map[cause][]string{}
 	var order []cause
 	for _, id := range slices.Sorted(maps.Keys(f.workers)) {
@@ -103,17 +110,21 @@ func (f *fleet) absent(run string) *absence {
 			continue
 		}
 		f.summary.learner = f.summary.learner || w.kind == worker.Learner.Name
-		what := cause{wait.Worker, wait.WorkerLoading, "to load the model (worker process)"}
+		what := cause{owner: wait.Worker, reason: wait.WorkerLoading, what: "to load the model (worker process)"}
 		if w.kind == worker.Environment.Name {
 			what.what = "to make environments (worker process)"
 		}
 		if w.served {
-			what = cause{wait.Worker, wait.WorkerUnregistered, "to register again or exit: it left the registry (worker process)"}
+			what = cause{owner: wait.Worker, reason: wait.WorkerUnregistered, what: "to register again or exit: it left the registry (worker process)"}
 		}
 		if w.process == "" {
-			what = cause{"scheduler", wait.WorkerStarting, "to be started (scheduler)"}
-			if w.why != "" {
-				what = cause{"scheduler", wait.WorkerRestarting, "to be restarted (scheduler): it " + w.why}
+			switch {
+			case w.awaits.What != "":
+				what = cause{owner: w.awaits.Owner, reason: w.awaits.Reason, awaits: w.awaits}
+			case w.why != "":
+				what = cause{owner: "scheduler", reason: wait.WorkerRestarting, what: "to be restarted (scheduler): it " + w.why}
+			default:
+				what = cause{owner: "scheduler", reason: wait.WorkerStarting, what: "to be started (scheduler)"}
 			}
 		}
 		if by[what] == nil {
@@ -123,12 +134,34 @@ func (f *fleet) absent(run string) *absence {
 	}
 	for _, what := range order {
 		ids := by[what]
-		f.summary.waits = append(f.summary.waits, &waitv1.Wait{
+		made := &waitv1.Wait{
 			Owner: what.owner, Reason: what.reason, Evidence: nameSome(ids) + " " + what.what, Subjects: ids[:min(len(ids), mostSubjects)],
 			Fix: fmt.Sprintf("it ends by itself; see the output of a worker with `rollout logs worker %s %s`", run, ids[0]),
-		})
+		}
+		if what.awaits.What != "" {
+			made.Evidence, made.Fix = counted(len(ids), what.awaits.What)+" for "+nameSome(ids), what.awaits.Fix
+			if what.awaits.Detail != "" {
+				made.Evidence += " (" + what.awaits.Detail + ")"
+			}
+		}
+		f.summary.waits = append(f.summary.waits, made)
 	}
 	return f.summary
+}
+
+func article(what string) string {
+	if strings.ContainsAny(what[:1], "aeiou") {
+		return "an"
+	}
+	return "a"
+}
+
+// counted is a number of things: "1 external learner worker", "2 external learner workers".
+func counted(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
 }
 
 // mostSubjects is the number of workers that a wait lists.

@@ -7,18 +7,20 @@ import (
 	"sync"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 
 	"github.com/rollout-rl/rollout/libs/apikey"
 	"github.com/rollout-rl/rollout/libs/id"
 	"github.com/rollout-rl/rollout/libs/lease"
 	"github.com/rollout-rl/rollout/libs/paging"
+	"github.com/rollout-rl/rollout/libs/rpcerr"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	servingv1 "github.com/rollout-rl/rollout/proto/gen/rollout/serving/v1"
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
 // Server is the gRPC edge of the scheduler: one service for the clients of runs, one for those of
-// served models, one for the other services.
+// served models, one for the other services, and one for external workers.
 type Server struct {
 	runv1.UnimplementedSchedulerServiceServer
 	store      Store
@@ -29,6 +31,7 @@ type Server struct {
 	takeover   *takeover
 	deletion   *deletion
 	watcher    *watcher
+	places     Places
 	replicas   bool
 	left       []string      // runs that a dead process left active
 	caughtUp   chan struct{} // closed when their records have the last steps
@@ -65,7 +68,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 	}
 	return &Server{
 		store: deps.Store, log: deps.Log, conductors: conductors, servings: servings, runs: runs, takeover: takeover, deletion: deletion,
-		watcher: &watcher{store: deps.Store, conductors: conductors}, replicas: cfg.Replicas, left: left, caughtUp: make(chan struct{}),
+		places: deps.Places, watcher: &watcher{store: deps.Store, conductors: conductors}, replicas: cfg.Replicas, left: left, caughtUp: make(chan struct{}),
 	}, nil
 }
 
@@ -74,6 +77,7 @@ func (s *Server) Register(r grpc.ServiceRegistrar) {
 	runv1.RegisterSchedulerServiceServer(r, s)
 	runv1.RegisterSchedulerInternalServiceServer(r, internalServer{store: s.store, conductors: s.conductors, servings: s.servings, runs: s.runs})
 	servingv1.RegisterServingServiceServer(r, s.servings)
+	runv1.RegisterPlaceServiceServer(r, externalServer{places: s.places})
 }
 
 // Run serves until ctx ends. When it returns, the workers of all runs and models are stopped, and
@@ -107,6 +111,9 @@ func (s *Server) Run(ctx context.Context) error {
 		cause = launch.ErrHandOver
 	}
 	s.conductors.shutdown(cause)
+	if s.places != nil {
+		s.places.Close()
+	}
 	return nil
 }
 
@@ -254,6 +261,23 @@ func visible(ctx context.Context) *string {
 		return &project
 	}
 	return nil
+}
+
+// ErrNotExternal means that the scheduler starts all workers itself.
+var ErrNotExternal = rpcerr.New(codes.FailedPrecondition, "EXTERNAL_WORKERS_OFF", "no kind of worker is external, so no worker can join").
+	Fix("set launch.kind = \"external\", or that of one kind such as launch.inference.kind, in rolloutd.toml")
+
+type externalServer struct {
+	runv1.UnimplementedPlaceServiceServer
+	places Places
+}
+
+// Join implements the contract.
+func (s externalServer) Join(stream runv1.PlaceService_JoinServer) error {
+	if s.places == nil {
+		return ErrNotExternal
+	}
+	return s.places.Join(stream)
 }
 
 type internalServer struct {

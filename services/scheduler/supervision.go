@@ -18,6 +18,7 @@ import (
 	"github.com/rollout-rl/rollout/libs/config"
 	"github.com/rollout-rl/rollout/libs/credential"
 	"github.com/rollout-rl/rollout/libs/suite"
+	"github.com/rollout-rl/rollout/libs/telemetry"
 	"github.com/rollout-rl/rollout/libs/worker"
 	"github.com/rollout-rl/rollout/proto/gen/names"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
@@ -132,12 +133,19 @@ func (s *supervision) command(id string, kind worker.Kind) (launch.Command, erro
 	if err := atomicfile.Write(base+".json", text, 0o600); err != nil {
 		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
 	}
-	env := append(slices.Clone(s.cfg.Env), "ROLLOUT_WORKER_SPEC="+base+".json", "OMP_NUM_THREADS="+strconv.Itoa(int(spec.GetThreads())))
+	var env []string
+	if !s.cfg.Elsewhere[kind.Name] {
+		env = slices.Clone(s.cfg.Env)
+	}
+	env = append(env, "ROLLOUT_WORKER_SPEC="+base+".json")
+	if spec.GetThreads() > 0 {
+		env = append(env, "OMP_NUM_THREADS="+strconv.Itoa(int(spec.GetThreads())))
+	}
 	if !kind.Detached {
 		env = append(env, s.cfg.BusEnv...)
 	}
 	env = append(env, spinning(run, s.alone())...)
-	return launch.Command{Args: append(s.program(run, kind), kind.Name), Env: env, Log: base + ".log", Keep: s.keep && !kind.Detached}, nil
+	return launch.Command{Worker: id, Kind: kind.Name, Args: append(s.program(run, kind), kind.Name), Env: env, Log: base + ".log", Keep: s.keep && !kind.Detached}, nil
 }
 
 // credentials writes the files with the credentials of a worker, and refers to them in its spec.
@@ -176,7 +184,7 @@ func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerS
 		WorkerId: id, Kind: kind.Name, RunId: run.GetRunId(), Plan: run.GetPlan(), BaseDir: run.GetBaseDir(), RunDirectory: run.GetDirectory(),
 		NatsUrl: w.NATSURL, NatsToken: w.NATSToken, Nats: w.NATS, ConsulAddress: w.ConsulAddress, ConsulToken: w.ConsulToken,
 		ConsulCaFile: w.Consul.CA, ConsulCertFile: w.Consul.Cert, ConsulKeyFile: w.Consul.Key, Tls: w.TLS,
-		ServicesKey: w.ServicesKey, Incarnation: run.GetIncarnation(), Threads: kind.CPUThreads(run.GetPlan().GetConfig(), w.Cores), OtlpEndpoint: w.OTLPEndpoint,
+		ServicesKey: w.ServicesKey, Incarnation: run.GetIncarnation(), Threads: s.threads(run, kind), OtlpEndpoint: w.OTLPEndpoint,
 		Nonce: worker.NewNonce(),
 	}
 	if kind.Detached {
@@ -190,6 +198,20 @@ func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerS
 		spec.InitialWeights, spec.InitialVersion = s.weights(run)
 	}
 	return spec
+}
+
+// threads is the number of CPU threads of a worker. On another host, whose cores are not known, it
+// is the configured one; 0: the worker uses all cores.
+func (s *supervision) threads(run *Run, kind worker.Kind) uint32 {
+	config := run.GetPlan().GetConfig()
+	if !s.cfg.Elsewhere[kind.Name] {
+		return kind.CPUThreads(config, s.cfg.Cores)
+	}
+	if kind.Threads == nil {
+		return 1
+	}
+	configured, _ := kind.Threads(config)
+	return configured
 }
 
 // suitesOf returns the configurations of the suites that a run evaluates, by name.
@@ -305,10 +327,16 @@ func (s *supervision) absent(ctx context.Context, id, process string, timeout ti
 	}
 }
 
+// Queued implements launch.Observer.
+func (s *supervision) Queued(id string, p launch.Process, what launch.Awaited) {
+	s.board.changeWorker(id, func(w *workerView) { w.process, w.pid, w.awaits, w.status = "", 0, what, nil })
+	s.Log.Debug("a worker waits for its start", telemetry.AttrRun, s.run, "worker", id, "process", p.ID(), "reason", what.Reason)
+}
+
 // Started implements launch.Observer.
 func (s *supervision) Started(id string, p launch.Process, restarts int) {
 	s.board.changeWorker(id, func(w *workerView) {
-		w.process, w.pid, w.restarts, w.why, w.status, w.served = p.ID(), launch.PID(p), restarts, "", nil, false
+		w.process, w.pid, w.restarts, w.why, w.awaits, w.status, w.served = p.ID(), launch.PID(p), restarts, "", launch.Awaited{}, nil, false
 	})
 	s.record(id, p, restarts)
 	s.emit(&eventv1.Event{
@@ -320,9 +348,13 @@ func (s *supervision) Started(id string, p launch.Process, restarts int) {
 
 // Exited implements launch.Observer.
 func (s *supervision) Exited(id string, p launch.Process, exit launch.Exit, why string) {
-	s.board.changeWorker(id, func(w *workerView) { w.process, w.pid, w.why, w.status = "", 0, why, nil })
+	s.board.changeWorker(id, func(w *workerView) { w.process, w.pid, w.why, w.awaits, w.status = "", 0, why, launch.Awaited{}, nil })
+	level := eventv1.Level_LEVEL_ERROR
+	if exit.Left != "" {
+		level = eventv1.Level_LEVEL_WARN
+	}
 	s.emit(&eventv1.Event{
-		Kind: "worker.exited", Level: eventv1.Level_LEVEL_ERROR, Step: s.board.progress().GetStep(), Message: id + " " + why,
+		Kind: "worker.exited", Level: level, Step: s.board.progress().GetStep(), Message: id + " " + why,
 		Attributes: processAttributes(id, p, "exit_code", strconv.Itoa(exit.Code), "signal", exit.Signal,
 			"last_lines", strings.Join(exit.LastLines, "\n")),
 	})

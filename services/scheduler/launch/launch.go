@@ -1,7 +1,8 @@
 // Package launch starts worker processes and keeps them running.
 //
-// Launcher is the port. Package local implements it with child processes, and package keeper with
-// processes that another scheduler can adopt; package launchtest is the suite that each
+// Launcher is the port. Package local implements it with child processes, package keeper with
+// processes that another scheduler can adopt, and package external with processes that an operator
+// starts; ByKind selects one for each kind of worker. Package launchtest is the suite that each
 // implementation passes. Supervisor restarts the process of one worker until it is stopped or the
 // worker crashes too often.
 package launch
@@ -16,17 +17,19 @@ import (
 
 // Command describes the process to start.
 type Command struct {
-	Args []string // program and arguments
-	Env  []string // the whole environment, KEY=value
-	Dir  string   // working directory; "" is that of this process
-	Log  string   // file to which stdout and stderr are appended, as far as the limits of the launcher allow
-	Keep bool     // the process may outlive the process that called Launch, if the launcher is a Keeper
+	Worker string   // id of the worker, for people
+	Kind   string   // of the worker
+	Args   []string // program and arguments
+	Env    []string // the whole environment, KEY=value
+	Dir    string   // working directory; "" is that of this process
+	Log    string   // file to which stdout and stderr are appended, as far as the limits of the launcher allow
+	Keep   bool     // the process may outlive the process that called Launch, if the launcher is a Keeper
 }
 
 // Launcher starts processes.
 type Launcher interface {
-	// Launch returns once the process has started, which does not mean that it is healthy. The process
-	// gets a pipe as its standard input. The pipe closes when the process that called Launch exits for
+	// Launch returns once the process has started, which does not mean that it is healthy, or once it
+	// waits for its start, if it is Queued. The process gets a pipe as its standard input. The pipe closes when the process that called Launch exits for
 	// any reason, and the worker then exits too. A Keeper closes the pipe of a kept process later.
 	Launch(c Command) (Process, error)
 }
@@ -49,6 +52,24 @@ type Kept interface {
 	// Release gives up the process without stopping it. If no one adopts it within the grace period
 	// (0: that of the launcher), it is stopped.
 	Release(grace time.Duration)
+}
+
+// Queued is a process that does not start in Launch, because a place for it has to become free.
+type Queued interface {
+	Process
+	// Began is closed when the process has started. Done alone is closed if it ended before that.
+	Began() <-chan struct{}
+	// Awaits has what the process waits for, at once and when it changes. Only the newest one is kept.
+	Awaits() <-chan Awaited
+}
+
+// Awaited is what a Queued process waits for.
+type Awaited struct {
+	Owner  string // of the wait, as in package wait
+	Reason string // as in package wait
+	What   string // what each worker needs, without an article: "external inference worker"
+	Detail string // why it is not there, as far as that is known; may be empty
+	Fix    string
 }
 
 // ErrGone reports that a process cannot be adopted.
@@ -122,9 +143,14 @@ const RefusedCode = 78
 
 // Exit describes how a process ended.
 type Exit struct {
-	Code      int      // exit code; -1 after a signal
-	Signal    string   // name of the signal that ended the process
-	LastLines []string // the last lines of its output, at most LastLines
+	// Left is why the process ended, if its operator or its cluster ended it, or its host was lost:
+	// "was withdrawn by its operator". That is no crash. Empty otherwise.
+	Left string
+	// NotStarted is why a Queued process could not be started; empty otherwise.
+	NotStarted string
+	Code       int      // exit code; -1 after a signal
+	Signal     string   // name of the signal that ended the process
+	LastLines  []string // the last lines of its output, at most LastLines
 }
 
 // LastLines is the number of output lines that an Exit keeps.
@@ -132,6 +158,10 @@ const LastLines = 20
 
 func (e Exit) String() string {
 	switch {
+	case e.Left != "":
+		return e.Left
+	case e.NotStarted != "":
+		return "could not be started: " + e.NotStarted
 	case e.Signal != "":
 		return "was ended by signal " + e.Signal
 	case e.Code == FencedCode:

@@ -42,6 +42,8 @@ const startGrace = time.Second
 
 // Observer is notified of what happens to a worker, from the goroutine of its supervisor.
 type Observer interface {
+	// Queued reports what a process waits for before it starts.
+	Queued(worker string, p Process, what Awaited)
 	Started(worker string, p Process, restarts int)
 	// Exited reports an exit that was not requested; why is one line. p is nil if the process could
 	// not be started.
@@ -53,6 +55,9 @@ type Observer interface {
 //	starting --registered--> serving --exit, AbsentFor--> backoff --> starting
 //	    |                                                    ^  |
 //	    +--exit, StartTimeout--------------------------------+  +--too many restarts--> CrashLoop
+//
+// A Queued process is starting from when it began. An exit with Exit.Left is no crash: the worker
+// starts again, however often that happens.
 type Supervisor struct {
 	Worker   string
 	Launcher Launcher
@@ -108,8 +113,11 @@ func (s *Supervisor) Run(ctx context.Context) error {
 			return nil
 		}
 		now := time.Now()
-		crashes = append(since(crashes, now.Add(-limits.Window)), now)
-		if refused := exit.Code == RefusedCode; refused || len(crashes) > limits.Restarts {
+		crashes = since(crashes, now.Add(-limits.Window))
+		if exit.Left == "" {
+			crashes = append(crashes, now)
+		}
+		if refused := exit.Code == RefusedCode && exit.Left == ""; refused || len(crashes) > limits.Restarts {
 			return &CrashLoop{Worker: s.Worker, Restarts: len(crashes), Window: limits.Window, Why: why, Refused: refused, LastLines: exit.LastLines}
 		}
 		timer := time.NewTimer(backoff(limits, len(crashes)))
@@ -123,24 +131,77 @@ func (s *Supervisor) Run(ctx context.Context) error {
 }
 
 // once starts the process, unless there is an adopted one, and waits until it has exited.
-func (s *Supervisor) once(ctx context.Context, limits Limits, process Process, restarts int) (exit Exit, why string, err error) {
-	if process != nil {
-		exit, why = s.attend(ctx, limits, process)
+func (s *Supervisor) once(ctx context.Context, limits Limits, adopted Process, restarts int) (exit Exit, why string, err error) {
+	process := adopted
+	if process == nil {
+		command, err := s.Prepare(ctx)
+		if err != nil {
+			return Exit{}, "", fmt.Errorf("prepare the start of %s: %w", s.Worker, err)
+		}
+		if process, err = s.Launcher.Launch(command); err != nil {
+			exit, why = Exit{Code: -1}, "could not be started: "+err.Error()
+			s.Observer.Exited(s.Worker, nil, exit, why)
+			return exit, why, nil
+		}
+	}
+	waited, began := s.queue(ctx, process)
+	if !began {
+		exit, why = s.unqueue(ctx, limits, process)
 		return exit, why, nil
 	}
-	command, err := s.Prepare(ctx)
-	if err != nil {
-		return Exit{}, "", fmt.Errorf("prepare the start of %s: %w", s.Worker, err)
+	if adopted == nil || waited {
+		s.Observer.Started(s.Worker, process, restarts)
 	}
-	process, err = s.Launcher.Launch(command)
-	if err != nil {
-		exit, why = Exit{Code: -1}, "could not be started: "+err.Error()
-		s.Observer.Exited(s.Worker, nil, exit, why)
-		return exit, why, nil
-	}
-	s.Observer.Started(s.Worker, process, restarts)
 	exit, why = s.attend(ctx, limits, process)
 	return exit, why, nil
+}
+
+// queue waits until the process has started. waited: it had not before. began is false if it ended
+// first, or ctx did.
+func (s *Supervisor) queue(ctx context.Context, process Process) (waited, began bool) {
+	queued, ok := process.(Queued)
+	if !ok {
+		return false, true
+	}
+	for ; ; waited = true {
+		select { // before the others, which may be ready too
+		case <-queued.Began():
+			return waited, true
+		default:
+		}
+		select {
+		case <-queued.Began():
+			return true, true
+		case what := <-queued.Awaits():
+			s.Observer.Queued(s.Worker, process, what)
+		case <-process.Done():
+			select {
+			case <-queued.Began(): // both at once
+				return true, true
+			default:
+				return true, false
+			}
+		case <-ctx.Done():
+			return true, false
+		}
+	}
+}
+
+// unqueue ends a process that has not started: it ended, or ctx did.
+func (s *Supervisor) unqueue(ctx context.Context, limits Limits, process Process) (exit Exit, why string) {
+	select {
+	case <-process.Done():
+		if exit = process.Exit(); ctx.Err() == nil {
+			why = exit.String()
+			s.Observer.Exited(s.Worker, process, exit, why)
+		}
+		return exit, why
+	default:
+	}
+	if !Leave(process, context.Cause(ctx)) {
+		process.Stop(min(startGrace, limits.StopGrace))
+	}
+	return Exit{}, ""
 }
 
 // attend waits until the process has exited, and stops it if it does not register or leaves the

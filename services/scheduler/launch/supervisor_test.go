@@ -20,6 +20,7 @@ type fake struct {
 	starts []time.Time
 	stops  []time.Duration
 	failed error
+	queue  []time.Duration // that a process of each start waits before it begins; missing: it begins at once
 }
 
 type life struct {
@@ -50,6 +51,12 @@ func (f *fake) Launch(launch.Command) (launch.Process, error) {
 		return nil, f.failed
 	}
 	p := &process{start: len(f.starts), life: f.life(len(f.starts) - 1), done: make(chan struct{}), fake: f}
+	if len(f.queue) >= p.start {
+		q := &queued{process: p, began: make(chan struct{}), awaits: make(chan launch.Awaited, 1)}
+		q.awaits <- launch.Awaited{What: "place"}
+		time.AfterFunc(f.queue[p.start-1], func() { close(q.began) })
+		return q, nil
+	}
 	if p.life.lasts > 0 {
 		time.AfterFunc(p.life.lasts, func() { close(p.done) })
 	}
@@ -64,10 +71,24 @@ func (p *process) Stop(grace time.Duration) {
 	close(p.done)
 }
 
+// queued is a process that begins later.
+type queued struct {
+	*process
+	began  chan struct{}
+	awaits chan launch.Awaited
+}
+
+func (q *queued) Began() <-chan struct{}        { return q.began }
+func (q *queued) Awaits() <-chan launch.Awaited { return q.awaits }
+
 type observer struct{ seen []string }
 
 func (o *observer) Started(worker string, p launch.Process, restarts int) {
 	o.seen = append(o.seen, fmt.Sprintf("start %s after %d", p.ID(), restarts))
+}
+
+func (o *observer) Queued(worker string, p launch.Process, what launch.Awaited) {
+	o.seen = append(o.seen, "waits for "+what.What)
 }
 
 func (o *observer) Exited(worker string, p launch.Process, exit launch.Exit, why string) {
@@ -259,4 +280,56 @@ func TestAStalledWorkerSaysWhy(t *testing.T) {
 			t.Errorf("%q, want %q", got, c.want)
 		}
 	}
+}
+
+// The time limit of the start begins when a queued process has begun.
+func TestAQueuedProcessHasNoTimeLimitUntilItBegins(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lives: []life{{registers: true}}, queue: []time.Duration{3 * time.Hour}}
+		o := &observer{}
+		ctx, cancel := context.WithTimeout(t.Context(), 4*time.Hour)
+		defer cancel()
+		if err := supervisor(f, o, launch.Limits{StartTimeout: time.Minute}).Run(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if want := []string{"waits for place", "start 1 after 0"}; !slices.Equal(o.seen, want) || len(f.stops) != 1 {
+			t.Errorf("seen %q, want %q; stops %v", o.seen, want, f.stops)
+		}
+	})
+}
+
+func TestAQueuedProcessIsStoppedWithItsSupervisor(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lives: []life{{}}, queue: []time.Duration{3 * time.Hour}}
+		o := &observer{}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		begin := time.Now()
+		if err := supervisor(f, o, launch.Limits{}).Run(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if want := []string{"waits for place"}; !slices.Equal(o.seen, want) || len(f.stops) != 1 || time.Since(begin) != time.Hour {
+			t.Errorf("seen %q, want %q; stops %v after %v", o.seen, want, f.stops, time.Since(begin))
+		}
+	})
+}
+
+// A worker whose operator withdraws it again and again is no crash loop.
+func TestAWorkerThatLeftIsNoCrash(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		left := life{lasts: time.Second, registers: true, exit: launch.Exit{Code: launch.RefusedCode, Left: "was withdrawn"}}
+		f := &fake{lives: []life{left, left, left, {registers: true}}}
+		o := &observer{}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		if err := supervisor(f, o, launch.Limits{Restarts: 0}).Run(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if len(f.starts) != 4 || o.seen[1] != "was withdrawn" {
+			t.Errorf("%d starts, seen %q", len(f.starts), o.seen)
+		}
+	})
 }

@@ -753,6 +753,261 @@ class NatsAccess(_message.Message):
 Global___NatsAccess: _TypeAlias = NatsAccess  # noqa: Y015
 
 @_typing.final
+class JoinRequest(_message.Message):
+    """JoinRequest is what a place reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    EXITED_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def place(self) -> Global___Place:
+        """The first request."""
+
+    @_builtins.property
+    def started(self) -> Global___WorkerStarted:
+        """The assigned worker has started."""
+
+    @_builtins.property
+    def exited(self) -> Global___WorkerExited:
+        """The assigned worker has exited, or could not be started."""
+
+    @_builtins.property
+    def leaves(self) -> Global___PlaceLeaves:
+        """The place leaves: its worker finishes its work, and no other is assigned."""
+
+    def __init__(
+        self,
+        *,
+        place: Global___Place | None = ...,
+        started: Global___WorkerStarted | None = ...,
+        exited: Global___WorkerExited | None = ...,
+        leaves: Global___PlaceLeaves | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exited", b"exited", "leaves", b"leaves", "place", b"place", "report", b"report", "started", b"started"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exited", b"exited", "leaves", b"leaves", "place", b"place", "report", b"report", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["place", "started", "exited", "leaves"]  # noqa: Y015
+    _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
+
+Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class Place(_message.Message):
+    """Place describes where a worker can run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """Kind of the worker, as in `rollout-worker KIND`."""
+    host: _builtins.str
+    """Host, for people."""
+    pid: _builtins.int
+    """Process id of the caller there, for people."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        host: _builtins.str = ...,
+        pid: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "kind", b"kind", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Place: _TypeAlias = Place  # noqa: Y015
+
+@_typing.final
+class WorkerStarted(_message.Message):
+    """WorkerStarted reports the start of an assigned worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Assignment.id."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerStarted: _TypeAlias = WorkerStarted  # noqa: Y015
+
+@_typing.final
+class WorkerExited(_message.Message):
+    """WorkerExited reports the end of an assigned worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    SIGNAL_FIELD_NUMBER: _builtins.int
+    LAST_LINES_FIELD_NUMBER: _builtins.int
+    NOT_STARTED_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Assignment.id."""
+    code: _builtins.int
+    """Exit code; -1 after a signal."""
+    signal: _builtins.str
+    """Name of the signal that ended it, for example `killed`; empty without one."""
+    not_started: _builtins.str
+    """Why it could not be started; empty if it was."""
+    @_builtins.property
+    def last_lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Its last lines of output."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        code: _builtins.int = ...,
+        signal: _builtins.str = ...,
+        last_lines: _abc.Iterable[_builtins.str] | None = ...,
+        not_started: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "id", b"id", "last_lines", b"last_lines", "not_started", b"not_started", "signal", b"signal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerExited: _TypeAlias = WorkerExited  # noqa: Y015
+
+@_typing.final
+class PlaceLeaves(_message.Message):
+    """PlaceLeaves has no content."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaceLeaves: _TypeAlias = PlaceLeaves  # noqa: Y015
+
+@_typing.final
+class JoinResponse(_message.Message):
+    """JoinResponse is an order for a place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def assignment(self) -> Global___Assignment:
+        """Start a worker."""
+
+    @_builtins.property
+    def stop(self) -> Global___StopWorker:
+        """Stop it."""
+
+    def __init__(
+        self,
+        *,
+        assignment: Global___Assignment | None = ...,
+        stop: Global___StopWorker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "order", b"order", "stop", b"stop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "order", b"order", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["assignment", "stop"]  # noqa: Y015
+    _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
+
+Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
+
+@_typing.final
+class Assignment(_message.Message):
+    """Assignment is a worker of a run that a place is to start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Unique id of this start."""
+    directory: _builtins.str
+    """Working directory; empty: that of the place."""
+    log: _builtins.str
+    """File to which its output is appended."""
+    @_builtins.property
+    def arguments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Program and arguments with which the scheduler would start it on its own host. `rollout-worker`
+        starts its own program instead.
+        """
+
+    @_builtins.property
+    def environment(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Variables that are added to the environment of the place, KEY=value."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        arguments: _abc.Iterable[_builtins.str] | None = ...,
+        environment: _abc.Iterable[_builtins.str] | None = ...,
+        directory: _builtins.str = ...,
+        log: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "directory", b"directory", "environment", b"environment", "id", b"id", "log", b"log"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
+
+@_typing.final
+class StopWorker(_message.Message):
+    """StopWorker asks the worker to exit, and kills it later."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    GRACE_MS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Assignment.id."""
+    grace_ms: _builtins.int
+    """Milliseconds until it is killed."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        grace_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_ms", b"grace_ms", "id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopWorker: _TypeAlias = StopWorker  # noqa: Y015
+
+@_typing.final
 class CreateRunRequest(_message.Message):
     """CreateRunRequest asks for a run."""
 

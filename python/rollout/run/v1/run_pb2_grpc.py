@@ -674,3 +674,85 @@ class SchedulerInternalService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class PlaceServiceStub:
+    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
+    operator starts.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Join = channel.stream_stream(
+                '/rollout.run.v1.PlaceService/Join',
+                request_serializer=rollout_dot_run_dot_v1_dot_run__pb2.JoinRequest.SerializeToString,
+                response_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.JoinResponse.FromString,
+                _registered_method=True)
+
+
+class PlaceServiceServicer:
+    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
+    operator starts.
+    """
+
+    def Join(self, request_iterator, context):
+        """Join offers a place for one worker of a kind until the stream ends. The first request describes
+        the place. The scheduler assigns a worker of a run to it, and another one when that has exited.
+        When the stream ends, for whatever reason, the worker of the place is stopped. FAILED_PRECONDITION,
+        reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the configuration of rolloutd.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PlaceServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Join': grpc.stream_stream_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=rollout_dot_run_dot_v1_dot_run__pb2.JoinRequest.FromString,
+                    response_serializer=rollout_dot_run_dot_v1_dot_run__pb2.JoinResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'rollout.run.v1.PlaceService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('rollout.run.v1.PlaceService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PlaceService:
+    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
+    operator starts.
+    """
+
+    @staticmethod
+    def Join(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/rollout.run.v1.PlaceService/Join',
+            rollout_dot_run_dot_v1_dot_run__pb2.JoinRequest.SerializeToString,
+            rollout_dot_run_dot_v1_dot_run__pb2.JoinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -12,6 +12,9 @@ import (
 	"github.com/rollout-rl/rollout/services/scheduler/launch"
 )
 
+// Kind is the kind of the workers that the suite starts.
+const Kind = "inference"
+
 // timeout bounds each wait of the suite.
 const timeout = 2 * time.Minute
 
@@ -19,7 +22,8 @@ const timeout = 2 * time.Minute
 //
 // orphan starts a process through a launcher in another process, then kills that other process; the
 // suite checks that the standard input of the orphan closes. A test binary can start itself again
-// for this. nil: the launcher keeps processes.
+// for this. nil: the launcher keeps processes, or the pipe belongs to a program with a test of its
+// own.
 func Run(t *testing.T, launcher launch.Launcher, orphan func(t *testing.T, c launch.Command)) {
 	for name, test := range map[string]func(*testing.T, launch.Launcher){
 		"a process gets its environment and directory": environment,
@@ -52,7 +56,7 @@ func Run(t *testing.T, launcher launch.Launcher, orphan func(t *testing.T, c lau
 func command(t *testing.T, script string, env ...string) launch.Command {
 	t.Helper()
 	return launch.Command{
-		Args: []string{"/bin/sh", "-c", script}, Env: append([]string{"PATH=/bin:/usr/bin"}, env...),
+		Worker: Kind + "-0", Kind: Kind, Args: []string{"/bin/sh", "-c", script}, Env: append([]string{"PATH=/bin:/usr/bin"}, env...),
 		Log: filepath.Join(t.TempDir(), "worker.log"),
 	}
 }
@@ -204,7 +208,14 @@ func refusals(t *testing.T, launcher launch.Launcher) {
 		"no log":         {Args: []string{"/bin/true"}, Log: filepath.Join(log, "nested")},
 		"not executable": {Args: []string{t.TempDir()}, Log: log},
 	} {
+		c.Worker, c.Kind = Kind+"-0", Kind
 		if p, err := launcher.Launch(c); err == nil {
+			if _, queued := p.(launch.Queued); queued {
+				if e := p.Exit(); e.NotStarted == "" || e.Left != "" {
+					t.Errorf("%s: exit %+v", name, e)
+				}
+				continue
+			}
 			p.Stop(0)
 			t.Errorf("%s was started", name)
 		}

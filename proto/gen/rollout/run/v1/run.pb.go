@@ -1331,6 +1331,581 @@ func (x *NatsAccess) GetKeyFile() string {
 	return ""
 }
 
+// JoinRequest is what a place reports.
+type JoinRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One of the reports.
+	//
+	// Types that are valid to be assigned to Report:
+	//
+	//	*JoinRequest_Place
+	//	*JoinRequest_Started
+	//	*JoinRequest_Exited
+	//	*JoinRequest_Leaves
+	Report        isJoinRequest_Report `protobuf_oneof:"report"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JoinRequest) Reset() {
+	*x = JoinRequest{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JoinRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JoinRequest) ProtoMessage() {}
+
+func (x *JoinRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JoinRequest.ProtoReflect.Descriptor instead.
+func (*JoinRequest) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *JoinRequest) GetReport() isJoinRequest_Report {
+	if x != nil {
+		return x.Report
+	}
+	return nil
+}
+
+func (x *JoinRequest) GetPlace() *Place {
+	if x != nil {
+		if x, ok := x.Report.(*JoinRequest_Place); ok {
+			return x.Place
+		}
+	}
+	return nil
+}
+
+func (x *JoinRequest) GetStarted() *WorkerStarted {
+	if x != nil {
+		if x, ok := x.Report.(*JoinRequest_Started); ok {
+			return x.Started
+		}
+	}
+	return nil
+}
+
+func (x *JoinRequest) GetExited() *WorkerExited {
+	if x != nil {
+		if x, ok := x.Report.(*JoinRequest_Exited); ok {
+			return x.Exited
+		}
+	}
+	return nil
+}
+
+func (x *JoinRequest) GetLeaves() *PlaceLeaves {
+	if x != nil {
+		if x, ok := x.Report.(*JoinRequest_Leaves); ok {
+			return x.Leaves
+		}
+	}
+	return nil
+}
+
+type isJoinRequest_Report interface {
+	isJoinRequest_Report()
+}
+
+type JoinRequest_Place struct {
+	// The first request.
+	Place *Place `protobuf:"bytes,1,opt,name=place,proto3,oneof"`
+}
+
+type JoinRequest_Started struct {
+	// The assigned worker has started.
+	Started *WorkerStarted `protobuf:"bytes,2,opt,name=started,proto3,oneof"`
+}
+
+type JoinRequest_Exited struct {
+	// The assigned worker has exited, or could not be started.
+	Exited *WorkerExited `protobuf:"bytes,3,opt,name=exited,proto3,oneof"`
+}
+
+type JoinRequest_Leaves struct {
+	// The place leaves: its worker finishes its work, and no other is assigned.
+	Leaves *PlaceLeaves `protobuf:"bytes,4,opt,name=leaves,proto3,oneof"`
+}
+
+func (*JoinRequest_Place) isJoinRequest_Report() {}
+
+func (*JoinRequest_Started) isJoinRequest_Report() {}
+
+func (*JoinRequest_Exited) isJoinRequest_Report() {}
+
+func (*JoinRequest_Leaves) isJoinRequest_Report() {}
+
+// Place describes where a worker can run.
+type Place struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Kind of the worker, as in `rollout-worker KIND`.
+	Kind string `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
+	// Host, for people.
+	Host string `protobuf:"bytes,2,opt,name=host,proto3" json:"host,omitempty"`
+	// Process id of the caller there, for people.
+	Pid           uint32 `protobuf:"varint,3,opt,name=pid,proto3" json:"pid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Place) Reset() {
+	*x = Place{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Place) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Place) ProtoMessage() {}
+
+func (x *Place) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Place.ProtoReflect.Descriptor instead.
+func (*Place) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Place) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *Place) GetHost() string {
+	if x != nil {
+		return x.Host
+	}
+	return ""
+}
+
+func (x *Place) GetPid() uint32 {
+	if x != nil {
+		return x.Pid
+	}
+	return 0
+}
+
+// WorkerStarted reports the start of an assigned worker.
+type WorkerStarted struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Assignment.id.
+	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WorkerStarted) Reset() {
+	*x = WorkerStarted{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WorkerStarted) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WorkerStarted) ProtoMessage() {}
+
+func (x *WorkerStarted) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WorkerStarted.ProtoReflect.Descriptor instead.
+func (*WorkerStarted) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *WorkerStarted) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// WorkerExited reports the end of an assigned worker.
+type WorkerExited struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Assignment.id.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Exit code; -1 after a signal.
+	Code int32 `protobuf:"varint,2,opt,name=code,proto3" json:"code,omitempty"`
+	// Name of the signal that ended it, for example `killed`; empty without one.
+	Signal string `protobuf:"bytes,3,opt,name=signal,proto3" json:"signal,omitempty"`
+	// Its last lines of output.
+	LastLines []string `protobuf:"bytes,4,rep,name=last_lines,json=lastLines,proto3" json:"last_lines,omitempty"`
+	// Why it could not be started; empty if it was.
+	NotStarted    string `protobuf:"bytes,5,opt,name=not_started,json=notStarted,proto3" json:"not_started,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *WorkerExited) Reset() {
+	*x = WorkerExited{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *WorkerExited) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*WorkerExited) ProtoMessage() {}
+
+func (x *WorkerExited) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use WorkerExited.ProtoReflect.Descriptor instead.
+func (*WorkerExited) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *WorkerExited) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *WorkerExited) GetCode() int32 {
+	if x != nil {
+		return x.Code
+	}
+	return 0
+}
+
+func (x *WorkerExited) GetSignal() string {
+	if x != nil {
+		return x.Signal
+	}
+	return ""
+}
+
+func (x *WorkerExited) GetLastLines() []string {
+	if x != nil {
+		return x.LastLines
+	}
+	return nil
+}
+
+func (x *WorkerExited) GetNotStarted() string {
+	if x != nil {
+		return x.NotStarted
+	}
+	return ""
+}
+
+// PlaceLeaves has no content.
+type PlaceLeaves struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlaceLeaves) Reset() {
+	*x = PlaceLeaves{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlaceLeaves) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlaceLeaves) ProtoMessage() {}
+
+func (x *PlaceLeaves) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlaceLeaves.ProtoReflect.Descriptor instead.
+func (*PlaceLeaves) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{13}
+}
+
+// JoinResponse is an order for a place.
+type JoinResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One of the orders.
+	//
+	// Types that are valid to be assigned to Order:
+	//
+	//	*JoinResponse_Assignment
+	//	*JoinResponse_Stop
+	Order         isJoinResponse_Order `protobuf_oneof:"order"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JoinResponse) Reset() {
+	*x = JoinResponse{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JoinResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JoinResponse) ProtoMessage() {}
+
+func (x *JoinResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JoinResponse.ProtoReflect.Descriptor instead.
+func (*JoinResponse) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *JoinResponse) GetOrder() isJoinResponse_Order {
+	if x != nil {
+		return x.Order
+	}
+	return nil
+}
+
+func (x *JoinResponse) GetAssignment() *Assignment {
+	if x != nil {
+		if x, ok := x.Order.(*JoinResponse_Assignment); ok {
+			return x.Assignment
+		}
+	}
+	return nil
+}
+
+func (x *JoinResponse) GetStop() *StopWorker {
+	if x != nil {
+		if x, ok := x.Order.(*JoinResponse_Stop); ok {
+			return x.Stop
+		}
+	}
+	return nil
+}
+
+type isJoinResponse_Order interface {
+	isJoinResponse_Order()
+}
+
+type JoinResponse_Assignment struct {
+	// Start a worker.
+	Assignment *Assignment `protobuf:"bytes,1,opt,name=assignment,proto3,oneof"`
+}
+
+type JoinResponse_Stop struct {
+	// Stop it.
+	Stop *StopWorker `protobuf:"bytes,2,opt,name=stop,proto3,oneof"`
+}
+
+func (*JoinResponse_Assignment) isJoinResponse_Order() {}
+
+func (*JoinResponse_Stop) isJoinResponse_Order() {}
+
+// Assignment is a worker of a run that a place is to start.
+type Assignment struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Unique id of this start.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Program and arguments with which the scheduler would start it on its own host. `rollout-worker`
+	// starts its own program instead.
+	Arguments []string `protobuf:"bytes,2,rep,name=arguments,proto3" json:"arguments,omitempty"`
+	// Variables that are added to the environment of the place, KEY=value.
+	Environment []string `protobuf:"bytes,3,rep,name=environment,proto3" json:"environment,omitempty"`
+	// Working directory; empty: that of the place.
+	Directory string `protobuf:"bytes,4,opt,name=directory,proto3" json:"directory,omitempty"`
+	// File to which its output is appended.
+	Log           string `protobuf:"bytes,5,opt,name=log,proto3" json:"log,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Assignment) Reset() {
+	*x = Assignment{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Assignment) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Assignment) ProtoMessage() {}
+
+func (x *Assignment) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Assignment.ProtoReflect.Descriptor instead.
+func (*Assignment) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *Assignment) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *Assignment) GetArguments() []string {
+	if x != nil {
+		return x.Arguments
+	}
+	return nil
+}
+
+func (x *Assignment) GetEnvironment() []string {
+	if x != nil {
+		return x.Environment
+	}
+	return nil
+}
+
+func (x *Assignment) GetDirectory() string {
+	if x != nil {
+		return x.Directory
+	}
+	return ""
+}
+
+func (x *Assignment) GetLog() string {
+	if x != nil {
+		return x.Log
+	}
+	return ""
+}
+
+// StopWorker asks the worker to exit, and kills it later.
+type StopWorker struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Assignment.id.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Milliseconds until it is killed.
+	GraceMs       uint32 `protobuf:"varint,2,opt,name=grace_ms,json=graceMs,proto3" json:"grace_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StopWorker) Reset() {
+	*x = StopWorker{}
+	mi := &file_rollout_run_v1_run_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StopWorker) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StopWorker) ProtoMessage() {}
+
+func (x *StopWorker) ProtoReflect() protoreflect.Message {
+	mi := &file_rollout_run_v1_run_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StopWorker.ProtoReflect.Descriptor instead.
+func (*StopWorker) Descriptor() ([]byte, []int) {
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *StopWorker) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *StopWorker) GetGraceMs() uint32 {
+	if x != nil {
+		return x.GraceMs
+	}
+	return 0
+}
+
 // CreateRunRequest asks for a run.
 type CreateRunRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1352,7 +1927,7 @@ type CreateRunRequest struct {
 
 func (x *CreateRunRequest) Reset() {
 	*x = CreateRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[9]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1364,7 +1939,7 @@ func (x *CreateRunRequest) String() string {
 func (*CreateRunRequest) ProtoMessage() {}
 
 func (x *CreateRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[9]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1377,7 +1952,7 @@ func (x *CreateRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateRunRequest.ProtoReflect.Descriptor instead.
 func (*CreateRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{9}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *CreateRunRequest) GetLock() []byte {
@@ -1426,7 +2001,7 @@ type CreateRunResponse struct {
 
 func (x *CreateRunResponse) Reset() {
 	*x = CreateRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[10]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1438,7 +2013,7 @@ func (x *CreateRunResponse) String() string {
 func (*CreateRunResponse) ProtoMessage() {}
 
 func (x *CreateRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[10]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1451,7 +2026,7 @@ func (x *CreateRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateRunResponse.ProtoReflect.Descriptor instead.
 func (*CreateRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{10}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CreateRunResponse) GetRun() *Run {
@@ -1475,7 +2050,7 @@ type GetRunRequest struct {
 
 func (x *GetRunRequest) Reset() {
 	*x = GetRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[11]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1487,7 +2062,7 @@ func (x *GetRunRequest) String() string {
 func (*GetRunRequest) ProtoMessage() {}
 
 func (x *GetRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[11]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1500,7 +2075,7 @@ func (x *GetRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRunRequest.ProtoReflect.Descriptor instead.
 func (*GetRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{11}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *GetRunRequest) GetRunId() string {
@@ -1528,7 +2103,7 @@ type GetRunResponse struct {
 
 func (x *GetRunResponse) Reset() {
 	*x = GetRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[12]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1540,7 +2115,7 @@ func (x *GetRunResponse) String() string {
 func (*GetRunResponse) ProtoMessage() {}
 
 func (x *GetRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[12]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1553,7 +2128,7 @@ func (x *GetRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetRunResponse.ProtoReflect.Descriptor instead.
 func (*GetRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{12}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *GetRunResponse) GetStatus() *RunStatus {
@@ -1581,7 +2156,7 @@ type ListRunsRequest struct {
 
 func (x *ListRunsRequest) Reset() {
 	*x = ListRunsRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[13]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1593,7 +2168,7 @@ func (x *ListRunsRequest) String() string {
 func (*ListRunsRequest) ProtoMessage() {}
 
 func (x *ListRunsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[13]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1606,7 +2181,7 @@ func (x *ListRunsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRunsRequest.ProtoReflect.Descriptor instead.
 func (*ListRunsRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{13}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ListRunsRequest) GetStates() []RunState {
@@ -1650,7 +2225,7 @@ type ListRunsResponse struct {
 
 func (x *ListRunsResponse) Reset() {
 	*x = ListRunsResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[14]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1662,7 +2237,7 @@ func (x *ListRunsResponse) String() string {
 func (*ListRunsResponse) ProtoMessage() {}
 
 func (x *ListRunsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[14]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1675,7 +2250,7 @@ func (x *ListRunsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRunsResponse.ProtoReflect.Descriptor instead.
 func (*ListRunsResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{14}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ListRunsResponse) GetRuns() []*Run {
@@ -1705,7 +2280,7 @@ type CancelRunRequest struct {
 
 func (x *CancelRunRequest) Reset() {
 	*x = CancelRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[15]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1717,7 +2292,7 @@ func (x *CancelRunRequest) String() string {
 func (*CancelRunRequest) ProtoMessage() {}
 
 func (x *CancelRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[15]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1730,7 +2305,7 @@ func (x *CancelRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRunRequest.ProtoReflect.Descriptor instead.
 func (*CancelRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{15}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CancelRunRequest) GetRunId() string {
@@ -1758,7 +2333,7 @@ type CancelRunResponse struct {
 
 func (x *CancelRunResponse) Reset() {
 	*x = CancelRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[16]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1770,7 +2345,7 @@ func (x *CancelRunResponse) String() string {
 func (*CancelRunResponse) ProtoMessage() {}
 
 func (x *CancelRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[16]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1783,7 +2358,7 @@ func (x *CancelRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelRunResponse.ProtoReflect.Descriptor instead.
 func (*CancelRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{16}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *CancelRunResponse) GetRun() *Run {
@@ -1804,7 +2379,7 @@ type PauseRunRequest struct {
 
 func (x *PauseRunRequest) Reset() {
 	*x = PauseRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[17]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1816,7 +2391,7 @@ func (x *PauseRunRequest) String() string {
 func (*PauseRunRequest) ProtoMessage() {}
 
 func (x *PauseRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[17]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1829,7 +2404,7 @@ func (x *PauseRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRunRequest.ProtoReflect.Descriptor instead.
 func (*PauseRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{17}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *PauseRunRequest) GetRunId() string {
@@ -1850,7 +2425,7 @@ type PauseRunResponse struct {
 
 func (x *PauseRunResponse) Reset() {
 	*x = PauseRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[18]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1862,7 +2437,7 @@ func (x *PauseRunResponse) String() string {
 func (*PauseRunResponse) ProtoMessage() {}
 
 func (x *PauseRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[18]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1875,7 +2450,7 @@ func (x *PauseRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseRunResponse.ProtoReflect.Descriptor instead.
 func (*PauseRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{18}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *PauseRunResponse) GetRun() *Run {
@@ -1896,7 +2471,7 @@ type ResumeRunRequest struct {
 
 func (x *ResumeRunRequest) Reset() {
 	*x = ResumeRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[19]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1908,7 +2483,7 @@ func (x *ResumeRunRequest) String() string {
 func (*ResumeRunRequest) ProtoMessage() {}
 
 func (x *ResumeRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[19]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1921,7 +2496,7 @@ func (x *ResumeRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRunRequest.ProtoReflect.Descriptor instead.
 func (*ResumeRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{19}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ResumeRunRequest) GetRunId() string {
@@ -1942,7 +2517,7 @@ type ResumeRunResponse struct {
 
 func (x *ResumeRunResponse) Reset() {
 	*x = ResumeRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[20]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1954,7 +2529,7 @@ func (x *ResumeRunResponse) String() string {
 func (*ResumeRunResponse) ProtoMessage() {}
 
 func (x *ResumeRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[20]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1967,7 +2542,7 @@ func (x *ResumeRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeRunResponse.ProtoReflect.Descriptor instead.
 func (*ResumeRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{20}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ResumeRunResponse) GetRun() *Run {
@@ -1990,7 +2565,7 @@ type DeleteRunRequest struct {
 
 func (x *DeleteRunRequest) Reset() {
 	*x = DeleteRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2002,7 +2577,7 @@ func (x *DeleteRunRequest) String() string {
 func (*DeleteRunRequest) ProtoMessage() {}
 
 func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[21]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2015,7 +2590,7 @@ func (x *DeleteRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRunRequest.ProtoReflect.Descriptor instead.
 func (*DeleteRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{21}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *DeleteRunRequest) GetRunId() string {
@@ -2045,7 +2620,7 @@ type DeleteRunResponse struct {
 
 func (x *DeleteRunResponse) Reset() {
 	*x = DeleteRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2057,7 +2632,7 @@ func (x *DeleteRunResponse) String() string {
 func (*DeleteRunResponse) ProtoMessage() {}
 
 func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[22]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2070,7 +2645,7 @@ func (x *DeleteRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteRunResponse.ProtoReflect.Descriptor instead.
 func (*DeleteRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{22}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *DeleteRunResponse) GetRun() *Run {
@@ -2098,7 +2673,7 @@ type WatchRunRequest struct {
 
 func (x *WatchRunRequest) Reset() {
 	*x = WatchRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2110,7 +2685,7 @@ func (x *WatchRunRequest) String() string {
 func (*WatchRunRequest) ProtoMessage() {}
 
 func (x *WatchRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[23]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2123,7 +2698,7 @@ func (x *WatchRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRunRequest.ProtoReflect.Descriptor instead.
 func (*WatchRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{23}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *WatchRunRequest) GetRunId() string {
@@ -2144,7 +2719,7 @@ type WatchRunResponse struct {
 
 func (x *WatchRunResponse) Reset() {
 	*x = WatchRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2156,7 +2731,7 @@ func (x *WatchRunResponse) String() string {
 func (*WatchRunResponse) ProtoMessage() {}
 
 func (x *WatchRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[24]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2169,7 +2744,7 @@ func (x *WatchRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRunResponse.ProtoReflect.Descriptor instead.
 func (*WatchRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{24}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *WatchRunResponse) GetStatus() *RunStatus {
@@ -2199,7 +2774,7 @@ type CompleteRunRequest struct {
 
 func (x *CompleteRunRequest) Reset() {
 	*x = CompleteRunRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2211,7 +2786,7 @@ func (x *CompleteRunRequest) String() string {
 func (*CompleteRunRequest) ProtoMessage() {}
 
 func (x *CompleteRunRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[25]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2224,7 +2799,7 @@ func (x *CompleteRunRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteRunRequest.ProtoReflect.Descriptor instead.
 func (*CompleteRunRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{25}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *CompleteRunRequest) GetRunId() string {
@@ -2271,7 +2846,7 @@ type CompleteRunResponse struct {
 
 func (x *CompleteRunResponse) Reset() {
 	*x = CompleteRunResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2283,7 +2858,7 @@ func (x *CompleteRunResponse) String() string {
 func (*CompleteRunResponse) ProtoMessage() {}
 
 func (x *CompleteRunResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[26]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2296,7 +2871,7 @@ func (x *CompleteRunResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CompleteRunResponse.ProtoReflect.Descriptor instead.
 func (*CompleteRunResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{26}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{34}
 }
 
 // WorkerRegistration is what a worker claims in the registry.
@@ -2316,7 +2891,7 @@ type WorkerRegistration struct {
 
 func (x *WorkerRegistration) Reset() {
 	*x = WorkerRegistration{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[27]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2328,7 +2903,7 @@ func (x *WorkerRegistration) String() string {
 func (*WorkerRegistration) ProtoMessage() {}
 
 func (x *WorkerRegistration) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[27]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2341,7 +2916,7 @@ func (x *WorkerRegistration) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WorkerRegistration.ProtoReflect.Descriptor instead.
 func (*WorkerRegistration) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{27}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *WorkerRegistration) GetWorkerId() string {
@@ -2387,7 +2962,7 @@ type VerifyWorkersRequest struct {
 
 func (x *VerifyWorkersRequest) Reset() {
 	*x = VerifyWorkersRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[28]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2399,7 +2974,7 @@ func (x *VerifyWorkersRequest) String() string {
 func (*VerifyWorkersRequest) ProtoMessage() {}
 
 func (x *VerifyWorkersRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[28]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2412,7 +2987,7 @@ func (x *VerifyWorkersRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyWorkersRequest.ProtoReflect.Descriptor instead.
 func (*VerifyWorkersRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{28}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *VerifyWorkersRequest) GetRunId() string {
@@ -2447,7 +3022,7 @@ type VerifyWorkersResponse struct {
 
 func (x *VerifyWorkersResponse) Reset() {
 	*x = VerifyWorkersResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[29]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2459,7 +3034,7 @@ func (x *VerifyWorkersResponse) String() string {
 func (*VerifyWorkersResponse) ProtoMessage() {}
 
 func (x *VerifyWorkersResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[29]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2472,7 +3047,7 @@ func (x *VerifyWorkersResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyWorkersResponse.ProtoReflect.Descriptor instead.
 func (*VerifyWorkersResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{29}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *VerifyWorkersResponse) GetAccepted() []bool {
@@ -2493,7 +3068,7 @@ type GetProjectRequest struct {
 
 func (x *GetProjectRequest) Reset() {
 	*x = GetProjectRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[30]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2505,7 +3080,7 @@ func (x *GetProjectRequest) String() string {
 func (*GetProjectRequest) ProtoMessage() {}
 
 func (x *GetProjectRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[30]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2518,7 +3093,7 @@ func (x *GetProjectRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProjectRequest.ProtoReflect.Descriptor instead.
 func (*GetProjectRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{30}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *GetProjectRequest) GetRunId() string {
@@ -2539,7 +3114,7 @@ type GetProjectResponse struct {
 
 func (x *GetProjectResponse) Reset() {
 	*x = GetProjectResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[31]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2551,7 +3126,7 @@ func (x *GetProjectResponse) String() string {
 func (*GetProjectResponse) ProtoMessage() {}
 
 func (x *GetProjectResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[31]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2564,7 +3139,7 @@ func (x *GetProjectResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProjectResponse.ProtoReflect.Descriptor instead.
 func (*GetProjectResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{31}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *GetProjectResponse) GetProject() string {
@@ -2585,7 +3160,7 @@ type GetStandingRequest struct {
 
 func (x *GetStandingRequest) Reset() {
 	*x = GetStandingRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[32]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2597,7 +3172,7 @@ func (x *GetStandingRequest) String() string {
 func (*GetStandingRequest) ProtoMessage() {}
 
 func (x *GetStandingRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[32]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2610,7 +3185,7 @@ func (x *GetStandingRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStandingRequest.ProtoReflect.Descriptor instead.
 func (*GetStandingRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{32}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *GetStandingRequest) GetRunId() string {
@@ -2634,7 +3209,7 @@ type GetStandingResponse struct {
 
 func (x *GetStandingResponse) Reset() {
 	*x = GetStandingResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[33]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2646,7 +3221,7 @@ func (x *GetStandingResponse) String() string {
 func (*GetStandingResponse) ProtoMessage() {}
 
 func (x *GetStandingResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[33]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2659,7 +3234,7 @@ func (x *GetStandingResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStandingResponse.ProtoReflect.Descriptor instead.
 func (*GetStandingResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{33}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *GetStandingResponse) GetIncarnation() uint32 {
@@ -2687,7 +3262,7 @@ type GetCursorRequest struct {
 
 func (x *GetCursorRequest) Reset() {
 	*x = GetCursorRequest{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[34]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2699,7 +3274,7 @@ func (x *GetCursorRequest) String() string {
 func (*GetCursorRequest) ProtoMessage() {}
 
 func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[34]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2712,7 +3287,7 @@ func (x *GetCursorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorRequest.ProtoReflect.Descriptor instead.
 func (*GetCursorRequest) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{34}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *GetCursorRequest) GetRunId() string {
@@ -2733,7 +3308,7 @@ type GetCursorResponse struct {
 
 func (x *GetCursorResponse) Reset() {
 	*x = GetCursorResponse{}
-	mi := &file_rollout_run_v1_run_proto_msgTypes[35]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2745,7 +3320,7 @@ func (x *GetCursorResponse) String() string {
 func (*GetCursorResponse) ProtoMessage() {}
 
 func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_rollout_run_v1_run_proto_msgTypes[35]
+	mi := &file_rollout_run_v1_run_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2758,7 +3333,7 @@ func (x *GetCursorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCursorResponse.ProtoReflect.Descriptor instead.
 func (*GetCursorResponse) Descriptor() ([]byte, []int) {
-	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{35}
+	return file_rollout_run_v1_run_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *GetCursorResponse) GetCursor() *Cursor {
@@ -2897,7 +3472,45 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\tnkey_seed\x18\x03 \x01(\tR\bnkeySeed\x12\x17\n" +
 	"\aca_file\x18\x04 \x01(\tR\x06caFile\x12\x1b\n" +
 	"\tcert_file\x18\x05 \x01(\tR\bcertFile\x12\x19\n" +
-	"\bkey_file\x18\x06 \x01(\tR\akeyFile\"\xfd\x01\n" +
+	"\bkey_file\x18\x06 \x01(\tR\akeyFile\"\xf7\x01\n" +
+	"\vJoinRequest\x12-\n" +
+	"\x05place\x18\x01 \x01(\v2\x15.rollout.run.v1.PlaceH\x00R\x05place\x129\n" +
+	"\astarted\x18\x02 \x01(\v2\x1d.rollout.run.v1.WorkerStartedH\x00R\astarted\x126\n" +
+	"\x06exited\x18\x03 \x01(\v2\x1c.rollout.run.v1.WorkerExitedH\x00R\x06exited\x125\n" +
+	"\x06leaves\x18\x04 \x01(\v2\x1b.rollout.run.v1.PlaceLeavesH\x00R\x06leavesB\x0f\n" +
+	"\x06report\x12\x05\xbaH\x02\b\x01\"{\n" +
+	"\x05Place\x12B\n" +
+	"\x04kind\x18\x01 \x01(\tB.\xbaH+r)R\tinferenceR\alearnerR\x06rewardR\venvironmentR\x04kind\x12\x1c\n" +
+	"\x04host\x18\x02 \x01(\tB\b\xbaH\x05r\x03\x18\xfd\x01R\x04host\x12\x10\n" +
+	"\x03pid\x18\x03 \x01(\rR\x03pid\"(\n" +
+	"\rWorkerStarted\x12\x17\n" +
+	"\x02id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x02id\"\xb0\x01\n" +
+	"\fWorkerExited\x12\x17\n" +
+	"\x02id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x02id\x12\x12\n" +
+	"\x04code\x18\x02 \x01(\x05R\x04code\x12\x1f\n" +
+	"\x06signal\x18\x03 \x01(\tB\a\xbaH\x04r\x02\x18@R\x06signal\x12'\n" +
+	"\n" +
+	"last_lines\x18\x04 \x03(\tB\b\xbaH\x05\x92\x01\x02\x10\x14R\tlastLines\x12)\n" +
+	"\vnot_started\x18\x05 \x01(\tB\b\xbaH\x05r\x03\x18\x80 R\n" +
+	"notStarted\"\r\n" +
+	"\vPlaceLeaves\"\x87\x01\n" +
+	"\fJoinResponse\x12<\n" +
+	"\n" +
+	"assignment\x18\x01 \x01(\v2\x1a.rollout.run.v1.AssignmentH\x00R\n" +
+	"assignment\x120\n" +
+	"\x04stop\x18\x02 \x01(\v2\x1a.rollout.run.v1.StopWorkerH\x00R\x04stopB\a\n" +
+	"\x05order\"\x8c\x01\n" +
+	"\n" +
+	"Assignment\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1c\n" +
+	"\targuments\x18\x02 \x03(\tR\targuments\x12 \n" +
+	"\venvironment\x18\x03 \x03(\tR\venvironment\x12\x1c\n" +
+	"\tdirectory\x18\x04 \x01(\tR\tdirectory\x12\x10\n" +
+	"\x03log\x18\x05 \x01(\tR\x03log\"7\n" +
+	"\n" +
+	"StopWorker\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x19\n" +
+	"\bgrace_ms\x18\x02 \x01(\rR\agraceMs\"\xfd\x01\n" +
 	"\x10CreateRunRequest\x12 \n" +
 	"\x04lock\x18\x01 \x01(\fB\f\xbaH\tz\a\x10\x01\x18\x80\x80\x80\bR\x04lock\x12\"\n" +
 	"\bbase_dir\x18\x02 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\abaseDir\x121\n" +
@@ -3005,7 +3618,9 @@ const file_rollout_run_v1_run_proto_rawDesc = "" +
 	"\n" +
 	"GetProject\x12!.rollout.run.v1.GetProjectRequest\x1a\".rollout.run.v1.GetProjectResponse\x12V\n" +
 	"\vGetStanding\x12\".rollout.run.v1.GetStandingRequest\x1a#.rollout.run.v1.GetStandingResponse\x12P\n" +
-	"\tGetCursor\x12 .rollout.run.v1.GetCursorRequest\x1a!.rollout.run.v1.GetCursorResponseB\xb6\x01\n" +
+	"\tGetCursor\x12 .rollout.run.v1.GetCursorRequest\x1a!.rollout.run.v1.GetCursorResponse2U\n" +
+	"\fPlaceService\x12E\n" +
+	"\x04Join\x12\x1b.rollout.run.v1.JoinRequest\x1a\x1c.rollout.run.v1.JoinResponse(\x010\x01B\xb6\x01\n" +
 	"\x12com.rollout.run.v1B\bRunProtoP\x01Z<github.com/rollout-rl/rollout/proto/gen/rollout/run/v1;runv1\xa2\x02\x03RRX\xaa\x02\x0eRollout.Run.V1\xca\x02\x0eRollout\\Run\\V1\xe2\x02\x1aRollout\\Run\\V1\\GPBMetadata\xea\x02\x10Rollout::Run::V1b\x06proto3"
 
 var (
@@ -3021,7 +3636,7 @@ func file_rollout_run_v1_run_proto_rawDescGZIP() []byte {
 }
 
 var file_rollout_run_v1_run_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
+var file_rollout_run_v1_run_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
 var file_rollout_run_v1_run_proto_goTypes = []any{
 	(RunState)(0),                 // 0: rollout.run.v1.RunState
 	(*Run)(nil),                   // 1: rollout.run.v1.Run
@@ -3033,103 +3648,119 @@ var file_rollout_run_v1_run_proto_goTypes = []any{
 	(*WorkerSpec)(nil),            // 7: rollout.run.v1.WorkerSpec
 	(*WorkerTls)(nil),             // 8: rollout.run.v1.WorkerTls
 	(*NatsAccess)(nil),            // 9: rollout.run.v1.NatsAccess
-	(*CreateRunRequest)(nil),      // 10: rollout.run.v1.CreateRunRequest
-	(*CreateRunResponse)(nil),     // 11: rollout.run.v1.CreateRunResponse
-	(*GetRunRequest)(nil),         // 12: rollout.run.v1.GetRunRequest
-	(*GetRunResponse)(nil),        // 13: rollout.run.v1.GetRunResponse
-	(*ListRunsRequest)(nil),       // 14: rollout.run.v1.ListRunsRequest
-	(*ListRunsResponse)(nil),      // 15: rollout.run.v1.ListRunsResponse
-	(*CancelRunRequest)(nil),      // 16: rollout.run.v1.CancelRunRequest
-	(*CancelRunResponse)(nil),     // 17: rollout.run.v1.CancelRunResponse
-	(*PauseRunRequest)(nil),       // 18: rollout.run.v1.PauseRunRequest
-	(*PauseRunResponse)(nil),      // 19: rollout.run.v1.PauseRunResponse
-	(*ResumeRunRequest)(nil),      // 20: rollout.run.v1.ResumeRunRequest
-	(*ResumeRunResponse)(nil),     // 21: rollout.run.v1.ResumeRunResponse
-	(*DeleteRunRequest)(nil),      // 22: rollout.run.v1.DeleteRunRequest
-	(*DeleteRunResponse)(nil),     // 23: rollout.run.v1.DeleteRunResponse
-	(*WatchRunRequest)(nil),       // 24: rollout.run.v1.WatchRunRequest
-	(*WatchRunResponse)(nil),      // 25: rollout.run.v1.WatchRunResponse
-	(*CompleteRunRequest)(nil),    // 26: rollout.run.v1.CompleteRunRequest
-	(*CompleteRunResponse)(nil),   // 27: rollout.run.v1.CompleteRunResponse
-	(*WorkerRegistration)(nil),    // 28: rollout.run.v1.WorkerRegistration
-	(*VerifyWorkersRequest)(nil),  // 29: rollout.run.v1.VerifyWorkersRequest
-	(*VerifyWorkersResponse)(nil), // 30: rollout.run.v1.VerifyWorkersResponse
-	(*GetProjectRequest)(nil),     // 31: rollout.run.v1.GetProjectRequest
-	(*GetProjectResponse)(nil),    // 32: rollout.run.v1.GetProjectResponse
-	(*GetStandingRequest)(nil),    // 33: rollout.run.v1.GetStandingRequest
-	(*GetStandingResponse)(nil),   // 34: rollout.run.v1.GetStandingResponse
-	(*GetCursorRequest)(nil),      // 35: rollout.run.v1.GetCursorRequest
-	(*GetCursorResponse)(nil),     // 36: rollout.run.v1.GetCursorResponse
-	nil,                           // 37: rollout.run.v1.Queues.FailuresEntry
-	nil,                           // 38: rollout.run.v1.WorkerSpec.SuitesEntry
-	(*v1.Plan)(nil),               // 39: rollout.plan.v1.Plan
-	(*timestamppb.Timestamp)(nil), // 40: google.protobuf.Timestamp
-	(*v11.Wait)(nil),              // 41: rollout.wait.v1.Wait
-	(*v13.Fence)(nil),             // 42: rollout.fence.v1.Fence
-	(*v12.RunConfig)(nil),         // 43: rollout.config.v1.RunConfig
+	(*JoinRequest)(nil),           // 10: rollout.run.v1.JoinRequest
+	(*Place)(nil),                 // 11: rollout.run.v1.Place
+	(*WorkerStarted)(nil),         // 12: rollout.run.v1.WorkerStarted
+	(*WorkerExited)(nil),          // 13: rollout.run.v1.WorkerExited
+	(*PlaceLeaves)(nil),           // 14: rollout.run.v1.PlaceLeaves
+	(*JoinResponse)(nil),          // 15: rollout.run.v1.JoinResponse
+	(*Assignment)(nil),            // 16: rollout.run.v1.Assignment
+	(*StopWorker)(nil),            // 17: rollout.run.v1.StopWorker
+	(*CreateRunRequest)(nil),      // 18: rollout.run.v1.CreateRunRequest
+	(*CreateRunResponse)(nil),     // 19: rollout.run.v1.CreateRunResponse
+	(*GetRunRequest)(nil),         // 20: rollout.run.v1.GetRunRequest
+	(*GetRunResponse)(nil),        // 21: rollout.run.v1.GetRunResponse
+	(*ListRunsRequest)(nil),       // 22: rollout.run.v1.ListRunsRequest
+	(*ListRunsResponse)(nil),      // 23: rollout.run.v1.ListRunsResponse
+	(*CancelRunRequest)(nil),      // 24: rollout.run.v1.CancelRunRequest
+	(*CancelRunResponse)(nil),     // 25: rollout.run.v1.CancelRunResponse
+	(*PauseRunRequest)(nil),       // 26: rollout.run.v1.PauseRunRequest
+	(*PauseRunResponse)(nil),      // 27: rollout.run.v1.PauseRunResponse
+	(*ResumeRunRequest)(nil),      // 28: rollout.run.v1.ResumeRunRequest
+	(*ResumeRunResponse)(nil),     // 29: rollout.run.v1.ResumeRunResponse
+	(*DeleteRunRequest)(nil),      // 30: rollout.run.v1.DeleteRunRequest
+	(*DeleteRunResponse)(nil),     // 31: rollout.run.v1.DeleteRunResponse
+	(*WatchRunRequest)(nil),       // 32: rollout.run.v1.WatchRunRequest
+	(*WatchRunResponse)(nil),      // 33: rollout.run.v1.WatchRunResponse
+	(*CompleteRunRequest)(nil),    // 34: rollout.run.v1.CompleteRunRequest
+	(*CompleteRunResponse)(nil),   // 35: rollout.run.v1.CompleteRunResponse
+	(*WorkerRegistration)(nil),    // 36: rollout.run.v1.WorkerRegistration
+	(*VerifyWorkersRequest)(nil),  // 37: rollout.run.v1.VerifyWorkersRequest
+	(*VerifyWorkersResponse)(nil), // 38: rollout.run.v1.VerifyWorkersResponse
+	(*GetProjectRequest)(nil),     // 39: rollout.run.v1.GetProjectRequest
+	(*GetProjectResponse)(nil),    // 40: rollout.run.v1.GetProjectResponse
+	(*GetStandingRequest)(nil),    // 41: rollout.run.v1.GetStandingRequest
+	(*GetStandingResponse)(nil),   // 42: rollout.run.v1.GetStandingResponse
+	(*GetCursorRequest)(nil),      // 43: rollout.run.v1.GetCursorRequest
+	(*GetCursorResponse)(nil),     // 44: rollout.run.v1.GetCursorResponse
+	nil,                           // 45: rollout.run.v1.Queues.FailuresEntry
+	nil,                           // 46: rollout.run.v1.WorkerSpec.SuitesEntry
+	(*v1.Plan)(nil),               // 47: rollout.plan.v1.Plan
+	(*timestamppb.Timestamp)(nil), // 48: google.protobuf.Timestamp
+	(*v11.Wait)(nil),              // 49: rollout.wait.v1.Wait
+	(*v13.Fence)(nil),             // 50: rollout.fence.v1.Fence
+	(*v12.RunConfig)(nil),         // 51: rollout.config.v1.RunConfig
 }
 var file_rollout_run_v1_run_proto_depIdxs = []int32{
-	39, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
+	47, // 0: rollout.run.v1.Run.plan:type_name -> rollout.plan.v1.Plan
 	0,  // 1: rollout.run.v1.Run.state:type_name -> rollout.run.v1.RunState
-	40, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
-	40, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
-	41, // 4: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
-	37, // 5: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
+	48, // 2: rollout.run.v1.Run.create_time:type_name -> google.protobuf.Timestamp
+	48, // 3: rollout.run.v1.Run.end_time:type_name -> google.protobuf.Timestamp
+	49, // 4: rollout.run.v1.Worker.waits:type_name -> rollout.wait.v1.Wait
+	45, // 5: rollout.run.v1.Queues.failures:type_name -> rollout.run.v1.Queues.FailuresEntry
 	1,  // 6: rollout.run.v1.RunStatus.run:type_name -> rollout.run.v1.Run
 	5,  // 7: rollout.run.v1.RunStatus.queues:type_name -> rollout.run.v1.Queues
 	4,  // 8: rollout.run.v1.RunStatus.workers:type_name -> rollout.run.v1.Worker
 	3,  // 9: rollout.run.v1.RunStatus.cursor:type_name -> rollout.run.v1.Cursor
-	40, // 10: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
-	41, // 11: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
-	39, // 12: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
+	48, // 10: rollout.run.v1.RunStatus.waiting_since:type_name -> google.protobuf.Timestamp
+	49, // 11: rollout.run.v1.RunStatus.waits:type_name -> rollout.wait.v1.Wait
+	47, // 12: rollout.run.v1.WorkerSpec.plan:type_name -> rollout.plan.v1.Plan
 	9,  // 13: rollout.run.v1.WorkerSpec.nats:type_name -> rollout.run.v1.NatsAccess
 	8,  // 14: rollout.run.v1.WorkerSpec.tls:type_name -> rollout.run.v1.WorkerTls
-	38, // 15: rollout.run.v1.WorkerSpec.suites:type_name -> rollout.run.v1.WorkerSpec.SuitesEntry
-	1,  // 16: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 17: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 18: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
-	1,  // 19: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
-	1,  // 20: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 21: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 22: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
-	1,  // 23: rollout.run.v1.DeleteRunResponse.run:type_name -> rollout.run.v1.Run
-	6,  // 24: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
-	0,  // 25: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
-	42, // 26: rollout.run.v1.CompleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
-	28, // 27: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
-	3,  // 28: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
-	43, // 29: rollout.run.v1.WorkerSpec.SuitesEntry.value:type_name -> rollout.config.v1.RunConfig
-	10, // 30: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
-	12, // 31: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
-	14, // 32: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
-	16, // 33: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
-	18, // 34: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
-	20, // 35: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
-	22, // 36: rollout.run.v1.SchedulerService.DeleteRun:input_type -> rollout.run.v1.DeleteRunRequest
-	24, // 37: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
-	26, // 38: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
-	29, // 39: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
-	31, // 40: rollout.run.v1.SchedulerInternalService.GetProject:input_type -> rollout.run.v1.GetProjectRequest
-	33, // 41: rollout.run.v1.SchedulerInternalService.GetStanding:input_type -> rollout.run.v1.GetStandingRequest
-	35, // 42: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
-	11, // 43: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
-	13, // 44: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
-	15, // 45: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
-	17, // 46: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
-	19, // 47: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
-	21, // 48: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
-	23, // 49: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
-	25, // 50: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
-	27, // 51: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
-	30, // 52: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
-	32, // 53: rollout.run.v1.SchedulerInternalService.GetProject:output_type -> rollout.run.v1.GetProjectResponse
-	34, // 54: rollout.run.v1.SchedulerInternalService.GetStanding:output_type -> rollout.run.v1.GetStandingResponse
-	36, // 55: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
-	43, // [43:56] is the sub-list for method output_type
-	30, // [30:43] is the sub-list for method input_type
-	30, // [30:30] is the sub-list for extension type_name
-	30, // [30:30] is the sub-list for extension extendee
-	0,  // [0:30] is the sub-list for field type_name
+	46, // 15: rollout.run.v1.WorkerSpec.suites:type_name -> rollout.run.v1.WorkerSpec.SuitesEntry
+	11, // 16: rollout.run.v1.JoinRequest.place:type_name -> rollout.run.v1.Place
+	12, // 17: rollout.run.v1.JoinRequest.started:type_name -> rollout.run.v1.WorkerStarted
+	13, // 18: rollout.run.v1.JoinRequest.exited:type_name -> rollout.run.v1.WorkerExited
+	14, // 19: rollout.run.v1.JoinRequest.leaves:type_name -> rollout.run.v1.PlaceLeaves
+	16, // 20: rollout.run.v1.JoinResponse.assignment:type_name -> rollout.run.v1.Assignment
+	17, // 21: rollout.run.v1.JoinResponse.stop:type_name -> rollout.run.v1.StopWorker
+	1,  // 22: rollout.run.v1.CreateRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 23: rollout.run.v1.GetRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 24: rollout.run.v1.ListRunsRequest.states:type_name -> rollout.run.v1.RunState
+	1,  // 25: rollout.run.v1.ListRunsResponse.runs:type_name -> rollout.run.v1.Run
+	1,  // 26: rollout.run.v1.CancelRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 27: rollout.run.v1.PauseRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 28: rollout.run.v1.ResumeRunResponse.run:type_name -> rollout.run.v1.Run
+	1,  // 29: rollout.run.v1.DeleteRunResponse.run:type_name -> rollout.run.v1.Run
+	6,  // 30: rollout.run.v1.WatchRunResponse.status:type_name -> rollout.run.v1.RunStatus
+	0,  // 31: rollout.run.v1.CompleteRunRequest.state:type_name -> rollout.run.v1.RunState
+	50, // 32: rollout.run.v1.CompleteRunRequest.fence:type_name -> rollout.fence.v1.Fence
+	36, // 33: rollout.run.v1.VerifyWorkersRequest.workers:type_name -> rollout.run.v1.WorkerRegistration
+	3,  // 34: rollout.run.v1.GetCursorResponse.cursor:type_name -> rollout.run.v1.Cursor
+	51, // 35: rollout.run.v1.WorkerSpec.SuitesEntry.value:type_name -> rollout.config.v1.RunConfig
+	18, // 36: rollout.run.v1.SchedulerService.CreateRun:input_type -> rollout.run.v1.CreateRunRequest
+	20, // 37: rollout.run.v1.SchedulerService.GetRun:input_type -> rollout.run.v1.GetRunRequest
+	22, // 38: rollout.run.v1.SchedulerService.ListRuns:input_type -> rollout.run.v1.ListRunsRequest
+	24, // 39: rollout.run.v1.SchedulerService.CancelRun:input_type -> rollout.run.v1.CancelRunRequest
+	26, // 40: rollout.run.v1.SchedulerService.PauseRun:input_type -> rollout.run.v1.PauseRunRequest
+	28, // 41: rollout.run.v1.SchedulerService.ResumeRun:input_type -> rollout.run.v1.ResumeRunRequest
+	30, // 42: rollout.run.v1.SchedulerService.DeleteRun:input_type -> rollout.run.v1.DeleteRunRequest
+	32, // 43: rollout.run.v1.SchedulerService.WatchRun:input_type -> rollout.run.v1.WatchRunRequest
+	34, // 44: rollout.run.v1.SchedulerInternalService.CompleteRun:input_type -> rollout.run.v1.CompleteRunRequest
+	37, // 45: rollout.run.v1.SchedulerInternalService.VerifyWorkers:input_type -> rollout.run.v1.VerifyWorkersRequest
+	39, // 46: rollout.run.v1.SchedulerInternalService.GetProject:input_type -> rollout.run.v1.GetProjectRequest
+	41, // 47: rollout.run.v1.SchedulerInternalService.GetStanding:input_type -> rollout.run.v1.GetStandingRequest
+	43, // 48: rollout.run.v1.SchedulerInternalService.GetCursor:input_type -> rollout.run.v1.GetCursorRequest
+	10, // 49: rollout.run.v1.PlaceService.Join:input_type -> rollout.run.v1.JoinRequest
+	19, // 50: rollout.run.v1.SchedulerService.CreateRun:output_type -> rollout.run.v1.CreateRunResponse
+	21, // 51: rollout.run.v1.SchedulerService.GetRun:output_type -> rollout.run.v1.GetRunResponse
+	23, // 52: rollout.run.v1.SchedulerService.ListRuns:output_type -> rollout.run.v1.ListRunsResponse
+	25, // 53: rollout.run.v1.SchedulerService.CancelRun:output_type -> rollout.run.v1.CancelRunResponse
+	27, // 54: rollout.run.v1.SchedulerService.PauseRun:output_type -> rollout.run.v1.PauseRunResponse
+	29, // 55: rollout.run.v1.SchedulerService.ResumeRun:output_type -> rollout.run.v1.ResumeRunResponse
+	31, // 56: rollout.run.v1.SchedulerService.DeleteRun:output_type -> rollout.run.v1.DeleteRunResponse
+	33, // 57: rollout.run.v1.SchedulerService.WatchRun:output_type -> rollout.run.v1.WatchRunResponse
+	35, // 58: rollout.run.v1.SchedulerInternalService.CompleteRun:output_type -> rollout.run.v1.CompleteRunResponse
+	38, // 59: rollout.run.v1.SchedulerInternalService.VerifyWorkers:output_type -> rollout.run.v1.VerifyWorkersResponse
+	40, // 60: rollout.run.v1.SchedulerInternalService.GetProject:output_type -> rollout.run.v1.GetProjectResponse
+	42, // 61: rollout.run.v1.SchedulerInternalService.GetStanding:output_type -> rollout.run.v1.GetStandingResponse
+	44, // 62: rollout.run.v1.SchedulerInternalService.GetCursor:output_type -> rollout.run.v1.GetCursorResponse
+	15, // 63: rollout.run.v1.PlaceService.Join:output_type -> rollout.run.v1.JoinResponse
+	50, // [50:64] is the sub-list for method output_type
+	36, // [36:50] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_rollout_run_v1_run_proto_init() }
@@ -3137,16 +3768,26 @@ func file_rollout_run_v1_run_proto_init() {
 	if File_rollout_run_v1_run_proto != nil {
 		return
 	}
-	file_rollout_run_v1_run_proto_msgTypes[13].OneofWrappers = []any{}
+	file_rollout_run_v1_run_proto_msgTypes[9].OneofWrappers = []any{
+		(*JoinRequest_Place)(nil),
+		(*JoinRequest_Started)(nil),
+		(*JoinRequest_Exited)(nil),
+		(*JoinRequest_Leaves)(nil),
+	}
+	file_rollout_run_v1_run_proto_msgTypes[14].OneofWrappers = []any{
+		(*JoinResponse_Assignment)(nil),
+		(*JoinResponse_Stop)(nil),
+	}
+	file_rollout_run_v1_run_proto_msgTypes[21].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_rollout_run_v1_run_proto_rawDesc), len(file_rollout_run_v1_run_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   38,
+			NumMessages:   46,
 			NumExtensions: 0,
-			NumServices:   2,
+			NumServices:   3,
 		},
 		GoTypes:           file_rollout_run_v1_run_proto_goTypes,
 		DependencyIndexes: file_rollout_run_v1_run_proto_depIdxs,

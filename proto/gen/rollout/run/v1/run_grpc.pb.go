@@ -711,3 +711,113 @@ var SchedulerInternalService_ServiceDesc = grpc.ServiceDesc{
 	Streams:  []grpc.StreamDesc{},
 	Metadata: "rollout/run/v1/run.proto",
 }
+
+const (
+	PlaceService_Join_FullMethodName = "/rollout.run.v1.PlaceService/Join"
+)
+
+// PlaceServiceClient is the client API for PlaceService service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
+// operator starts.
+type PlaceServiceClient interface {
+	// Join offers a place for one worker of a kind until the stream ends. The first request describes
+	// the place. The scheduler assigns a worker of a run to it, and another one when that has exited.
+	// When the stream ends, for whatever reason, the worker of the place is stopped. FAILED_PRECONDITION,
+	// reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the configuration of rolloutd.
+	Join(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[JoinRequest, JoinResponse], error)
+}
+
+type placeServiceClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewPlaceServiceClient(cc grpc.ClientConnInterface) PlaceServiceClient {
+	return &placeServiceClient{cc}
+}
+
+func (c *placeServiceClient) Join(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[JoinRequest, JoinResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &PlaceService_ServiceDesc.Streams[0], PlaceService_Join_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[JoinRequest, JoinResponse]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PlaceService_JoinClient = grpc.BidiStreamingClient[JoinRequest, JoinResponse]
+
+// PlaceServiceServer is the server API for PlaceService service.
+// All implementations must embed UnimplementedPlaceServiceServer
+// for forward compatibility.
+//
+// PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
+// operator starts.
+type PlaceServiceServer interface {
+	// Join offers a place for one worker of a kind until the stream ends. The first request describes
+	// the place. The scheduler assigns a worker of a run to it, and another one when that has exited.
+	// When the stream ends, for whatever reason, the worker of the place is stopped. FAILED_PRECONDITION,
+	// reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the configuration of rolloutd.
+	Join(grpc.BidiStreamingServer[JoinRequest, JoinResponse]) error
+	mustEmbedUnimplementedPlaceServiceServer()
+}
+
+// UnimplementedPlaceServiceServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedPlaceServiceServer struct{}
+
+func (UnimplementedPlaceServiceServer) Join(grpc.BidiStreamingServer[JoinRequest, JoinResponse]) error {
+	return status.Error(codes.Unimplemented, "method Join not implemented")
+}
+func (UnimplementedPlaceServiceServer) mustEmbedUnimplementedPlaceServiceServer() {}
+func (UnimplementedPlaceServiceServer) testEmbeddedByValue()                      {}
+
+// UnsafePlaceServiceServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to PlaceServiceServer will
+// result in compilation errors.
+type UnsafePlaceServiceServer interface {
+	mustEmbedUnimplementedPlaceServiceServer()
+}
+
+func RegisterPlaceServiceServer(s grpc.ServiceRegistrar, srv PlaceServiceServer) {
+	// If the following call panics, it indicates UnimplementedPlaceServiceServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&PlaceService_ServiceDesc, srv)
+}
+
+func _PlaceService_Join_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(PlaceServiceServer).Join(&grpc.GenericServerStream[JoinRequest, JoinResponse]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type PlaceService_JoinServer = grpc.BidiStreamingServer[JoinRequest, JoinResponse]
+
+// PlaceService_ServiceDesc is the grpc.ServiceDesc for PlaceService service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var PlaceService_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "rollout.run.v1.PlaceService",
+	HandlerType: (*PlaceServiceServer)(nil),
+	Methods:     []grpc.MethodDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "Join",
+			Handler:       _PlaceService_Join_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+	},
+	Metadata: "rollout/run/v1/run.proto",
+}
