@@ -18,6 +18,7 @@ class CispoConfig(GrpoConfig):
 
     clip_low: float = 1.0
     clip_high: float = 4.0
+    old_policy: str = "engine"
 
 
 def cispo(config: CispoConfig) -> Algorithm:
@@ -25,6 +26,8 @@ def cispo(config: CispoConfig) -> Algorithm:
 
     The loss of a token is ``-constant(clip(r)) A log(p)`` (equation 4). The clip limits the weight
     of a token's gradient but never removes it, so rare tokens that decide a chain of thought are
-    still trained.
+    still trained. The clipped ratio is itself an importance weight, of the trained policy against
+    the one that sampled (equation 4; ScaleRL's truncated importance sampling), so off policy its
+    denominator is the engine's policy (``old_policy = "engine"``).
     """
     return compare("cispo", config, detach_ratio=True)

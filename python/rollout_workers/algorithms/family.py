@@ -52,7 +52,7 @@ def policy_algorithm(
 ) -> Algorithm:
     """An algorithm over ``surrogate.policy_loss``."""
     updates = Updates(config.epochs, config.minibatches)
-    uses_engine = config.off_policy and (config.old_policy == "engine" or config.importance_correction != "none")
+    uses_engine = config.weighs or config.masks_samples or (config.off_policy and config.old_policy == "engine")
     return Algorithm(
         name=name,
         needs=Needs(

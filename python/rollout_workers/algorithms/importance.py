@@ -19,6 +19,7 @@ from rollout_workers.algorithms.reduction import mean_over_sample, sum_over_samp
 
 CORRECTIONS = ("truncate", "mask", "none")
 LEVELS = ("token", "sequence", "geometric")
+SAMPLE_MASKS = ("none", "sequence", "geometric")
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ±20, because ``exp`` of much larger values overflows float32."""
@@ -59,13 +60,38 @@ def importance_weights(
     """
     if correction == "none":
         return torch.ones_like(behaviour)
+    ratio = _ratio(proximal, behaviour, sample, level)
+    return ratio.clamp(max=cap) if correction == "truncate" else ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
+
+
+def trusted_samples(
+    proximal: Tensor, behaviour: Tensor, sample: Tensor | None, *, level: str, cap: float, floor: float
+) -> Tensor:
+    """Whether the ratio of each token's sample is within ``floor`` .. ``cap``. float [N], [N],
+    int64 [N] -> bool [N], equal for all tokens of a sample.
+
+    The loss leaves out the samples outside (sequence-level masked importance sampling, MIS: Liu, Li
+    et al., "When Speed Kills Stability", 2025, with floor 0)::
+
+        M(sample) = 1 if floor <= rho(sample) <= cap else 0
+
+    ``level``: rho is the product of the token ratios ``proximal / behaviour`` over the sample
+    (``sequence``), or their geometric mean (``geometric``), which does not depend on the length and
+    therefore needs bounds near 1. M multiplies the importance weight, if there is one, so a sample
+    may be judged as a whole and weighed token by token. Raises ``ValueError``.
+    """
+    ratio = _ratio(proximal, behaviour, sample, level)
+    return (ratio >= floor) & (ratio <= cap)
+
+
+def _ratio(proximal: Tensor, behaviour: Tensor, sample: Tensor | None, level: str) -> Tensor:
+    """float [N], without gradient."""
     log_ratio = proximal.detach() - behaviour
     if level != "token":
         if sample is None:
             raise ValueError(f"importance weights at level {level!r} need the sample of each token")
         log_ratio = (sum_over_sample if level == "sequence" else mean_over_sample)(log_ratio, sample)
-    ratio = bounded_exp(log_ratio)
-    return ratio.clamp(max=cap) if correction == "truncate" else ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
+    return bounded_exp(log_ratio)
 
 
 def staleness_histogram(steps_behind: Sequence[int]) -> dict[str, float]:

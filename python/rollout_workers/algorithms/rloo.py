@@ -19,6 +19,7 @@ class RlooConfig(GrpoConfig):
     kl_estimator: str = "k1"
     kl_in: str = "reward"
     reduction: str = "sequence"
+    importance_level: str = "sequence"
 
 
 def rloo(config: RlooConfig) -> Algorithm:
@@ -26,6 +27,7 @@ def rloo(config: RlooConfig) -> Algorithm:
 
     A whole completion is one action: the ratio is that of the sample, the product over its tokens,
     and the loss the mean over samples. On policy the gradient is ``A grad(log p(completion))``,
-    REINFORCE with the mean of the other samples as its baseline.
+    REINFORCE with the mean of the other samples as its baseline. Off policy the importance weight
+    is that of the completion, too, once for all its tokens (``importance_level = "sequence"``).
     """
     return compare("rloo", config, ratio="product")

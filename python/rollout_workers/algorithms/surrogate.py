@@ -9,8 +9,22 @@ import torch
 from torch import Tensor
 
 from rollout_workers.algorithms.divergence import ESTIMATORS
-from rollout_workers.algorithms.importance import CORRECTIONS, LEVELS, bounded_exp, importance_weights
-from rollout_workers.algorithms.reduction import REDUCTIONS, mean_over_sample, reduce_tokens, samples_of, sum_over_sample
+from rollout_workers.algorithms.importance import (
+    CORRECTIONS,
+    LEVELS,
+    SAMPLE_MASKS,
+    bounded_exp,
+    importance_weights,
+    trusted_samples,
+)
+from rollout_workers.algorithms.reduction import (
+    REDUCTIONS,
+    lengths_of,
+    mean_over_sample,
+    reduce_tokens,
+    samples_of,
+    sum_over_sample,
+)
 from rollout_workers.algorithms.types import LossTerms, TokenBatch, Updates
 
 
@@ -68,6 +82,13 @@ class PolicyConfig:
     """Largest importance weight."""
     importance_floor: float = 0.5
     """The smallest importance weight that ``mask`` keeps."""
+    importance_sample_mask: str = "none"
+    """``sequence`` or ``geometric``: whether samples are left out by the ratio of all their tokens;
+    see ``importance.trusted_samples``. Used if ``off_policy``, with either ``old_policy``."""
+    importance_sample_cap: float = 2.0
+    """Largest ratio of a sample that is kept."""
+    importance_sample_floor: float = 0.0
+    """Smallest ratio of a sample that is kept."""
     max_tokens: int = 0
     """Longest completion that may be sampled; ``constant`` and ``overlong_share`` need it."""
 
@@ -78,11 +99,22 @@ class PolicyConfig:
         one_of("old_policy", self.old_policy, ("proximal", "engine"))
         one_of("importance_correction", self.importance_correction, CORRECTIONS)
         one_of("importance_level", self.importance_level, LEVELS)
+        one_of("importance_sample_mask", self.importance_sample_mask, SAMPLE_MASKS)
         if self.dual_clip and self.dual_clip <= 1:
             raise ValueError(f"dual_clip {self.dual_clip} must be above 1, or 0 for no bound")
         if self.max_tokens < 1 and (self.reduction == "constant" or self.overlong_share > 0):
             raise ValueError("reduction 'constant' and overlong_share need max_tokens, the longest completion")
         Updates(self.epochs, self.minibatches)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens have importance weights."""
+        return self.off_policy and self.old_policy == "proximal" and self.importance_correction != "none"
+
+    @property
+    def masks_samples(self) -> bool:
+        """Whether samples may be left out by their ratio to the policy that sampled."""
+        return self.off_policy and self.importance_sample_mask != "none"
 
     @property
     def kl_in_loss(self) -> bool:
@@ -104,15 +136,19 @@ def policy_loss(tokens: TokenBatch, *, config: PolicyConfig, ratio: str = "token
     mean over its sample (``mean``, GSPO), or of the whole sample (``product``, RLOO). With
     ``detach_ratio`` the first term is ``-constant(clip(r)) A log(p)`` (CISPO). With one update a
     batch ``p_old`` is ``p`` itself: r is 1 in value and carries the gradient ``A grad(log p)``.
-    ``w`` is 1, or, off policy, the importance weight of the proximal over the behaviour policy.
+    ``w`` is 1, or, off policy, the importance weight of the proximal over the behaviour policy, and
+    0 for the samples that ``importance_sample_mask`` leaves out. What a mask leaves out still
+    counts in the normalizers, and has its KL and entropy terms.
 
     float32 [N] each, and the tokens' samples int64 [N]. Mask: the tokens are those that carry loss.
     Reduction: ``config.reduction``, over ``normalizer`` tokens or ``samples`` (``reduce_tokens``),
     also of KL and entropy.
 
     Sums, over tokens: ``clip_fraction`` (whose gradient the clip cuts off), ``kl/reference``,
-    ``importance/weight`` and ``importance/bounded`` (those that the correction changed) where they
-    apply. Raises ``ValueError`` where the batch lacks what ``needs`` declared.
+    ``importance/weight``, ``importance/bounded`` (those that the correction changed), and
+    ``importance/masked`` (those that a mask leaves out) where they apply. Shares, of samples:
+    ``importance/masked_samples``. Raises ``ValueError`` where the batch lacks what ``needs``
+    declared.
     """
     advantages = present(tokens.advantages, "advantages: the advantage of each token or of its sample")
     old = _old(tokens, config)
@@ -130,10 +166,20 @@ def policy_loss(tokens: TokenBatch, *, config: PolicyConfig, ratio: str = "token
             gain = torch.where(advantages < 0, torch.maximum(gain, bound), gain)
         per_token = -gain
     sums = {"clip_fraction": cut.float().sum()}
-    if config.off_policy and config.old_policy == "proximal" and config.importance_correction != "none":
+    shares: dict[str, tuple[Tensor, float]] = {}
+    masked: list[Tensor] = []  # bool [N] each
+    if config.weighs:
         weights = _weights(tokens, old, config)
         per_token = per_token * weights
         sums |= {"importance/weight": weights.sum(), "importance/bounded": _bounded(weights, config).float().sum()}
+        masked += [weights == 0] if config.importance_correction == "mask" else []
+    if config.masks_samples:
+        left_out = ~_trusted(tokens, config)
+        per_token = per_token.masked_fill(left_out, 0.0)
+        shares["importance/masked_samples"] = _samples(left_out, tokens)
+        masked.append(left_out)
+    if masked:
+        sums["importance/masked"] = torch.stack(masked).any(0).float().sum()
     loss = reduce_tokens(per_token, tokens, how=config.reduction, length=config.max_tokens)
     if config.kl_in_loss:
         reference = present(tokens.reference_logprobs, "logprobs of the reference model")
@@ -145,7 +191,7 @@ def policy_loss(tokens: TokenBatch, *, config: PolicyConfig, ratio: str = "token
         entropy = present(tokens.entropy, "the entropy of each token's distribution")
         bonus = reduce_tokens(entropy, tokens, how=config.reduction, length=config.max_tokens)
         loss = loss - config.entropy_coefficient * bonus
-    return LossTerms(loss=loss, sums={name: value.detach() for name, value in sums.items()})
+    return LossTerms(loss=loss, sums={name: value.detach() for name, value in sums.items()}, shares=shares)
 
 
 def present(tensor: Tensor | None, what: str) -> Tensor:
@@ -189,6 +235,25 @@ def _weights(tokens: TokenBatch, old: Tensor, config: PolicyConfig) -> Tensor:
         cap=config.importance_cap,
         floor=config.importance_floor,
     )
+
+
+def _trusted(tokens: TokenBatch, config: PolicyConfig) -> Tensor:
+    """bool [N]: tokens of the samples that the sample mask keeps."""
+    return trusted_samples(
+        tokens.logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs,
+        present(tokens.engine_logprobs, "the engine's logprobs"),
+        samples_of(tokens),
+        level=config.importance_sample_mask,
+        cap=config.importance_sample_cap,
+        floor=config.importance_sample_floor,
+    )
+
+
+def _samples(chosen: Tensor, tokens: TokenBatch) -> tuple[Tensor, float]:
+    """The number of chosen samples, and of all. chosen: bool [N], equal for all tokens of a
+    sample."""
+    sample = samples_of(tokens)
+    return (chosen.float() / lengths_of(sample)).sum(), float(len(sample.unique()))
 
 
 def _bounded(weights: Tensor, config: PolicyConfig) -> Tensor:

@@ -199,6 +199,9 @@ class LossTerms:
     sums: Mapping[str, Tensor]
     """Metric -> float32 scalar, detached: sum over these tokens (pairs, samples), which the learner
     divides by their number in the batch."""
+    shares: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
+    """Metric -> (float32 scalar, detached, and what it is divided by): both are added up over the
+    batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,10 @@
 | ``rewards/margin`` | mean reward of chosen minus rejected; KTO: only for batches with both kinds |
 | ``desirable`` | KTO: share of desirable samples |
 | ``clip_fraction`` | share of those tokens that are clipped |
+| ``importance/weight`` | mean importance weight of those tokens, if they have one |
+| ``importance/bounded`` | share of those tokens whose weight is at the cap, or masked |
+| ``importance/masked`` | share of those tokens that a mask leaves out, with a mask |
+| ``importance/masked_samples`` | share of the computed samples that ``importance_sample_mask`` leaves out |
 | ``grad_norm`` | before clipping |
 | ``learning_rate`` | the learning rate of this step |
 | ``samples``, ``groups`` | in the batch |
@@ -99,27 +103,39 @@ class TokenSums:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
+        self._shares: dict[str, tuple[float, float]] = {}
         self._tokens = 0
 
-    def add(self, tokens: int, sums: Mapping[str, SupportsFloat], maxima: Mapping[str, SupportsFloat]) -> None:
-        """Add a micro-batch's sums and maxima over its ``tokens`` tokens."""
+    def add(
+        self,
+        tokens: int,
+        sums: Mapping[str, SupportsFloat],
+        maxima: Mapping[str, SupportsFloat],
+        shares: Mapping[str, tuple[SupportsFloat, float]] | None = None,
+    ) -> None:
+        """Add a micro-batch's sums and maxima over its ``tokens`` tokens, and shares of others."""
         self._tokens += tokens
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
         for name, value in maxima.items():
             self._maxima[name] = max(self._maxima.get(name, -math.inf), float(value))
+        for name, (value, count) in (shares or {}).items():
+            before, counted = self._shares.get(name, (0.0, 0.0))
+            self._shares[name] = before + float(value), counted + count
 
     def merge(self, others: Sequence[TokenSums]) -> None:
         """Replace the sums and maxima by those over all of ``others``."""
-        parts = [(other._tokens, dict(other._sums), dict(other._maxima)) for other in others]
-        self._sums, self._maxima, self._tokens = {}, {}, 0
+        parts = [(other._tokens, dict(other._sums), dict(other._maxima), dict(other._shares)) for other in others]
+        self._sums, self._maxima, self._shares, self._tokens = {}, {}, {}, 0
         for part in parts:
             self.add(*part)
 
     def means(self) -> dict[str, float]:
-        """The mean of each metric over all tokens, and the maxima; empty if there were none."""
+        """The mean of each metric over all tokens, the maxima, and the shares; empty if there were
+        none."""
         means = {name: value / self._tokens for name, value in self._sums.items()}
-        return means | unpaired_margin(means) | self._maxima
+        shares = {name: value / count for name, (value, count) in self._shares.items() if count}
+        return means | unpaired_margin(means) | self._maxima | shares
 
 
 def unpaired_margin(means: Mapping[str, float]) -> dict[str, float]:

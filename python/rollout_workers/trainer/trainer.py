@@ -237,7 +237,7 @@ class Trainer:
                 part = objective.part(batch)
                 if mine:
                     loss += float(part.loss)
-                    sums.add(part.count, part.sums, part.maxima)
+                    sums.add(part.count, part.sums, part.maxima, part.shares)
         loss, _ = self._reduce(loss, [])
         sums.merge(self.ranks.exchange(sums))
         return {"loss": loss} | sums.means()
@@ -345,7 +345,7 @@ class Trainer:
             part = objective.part(batch)
             loss = float(part.loss.detach()) if mine else 0.0
             if mine:
-                sums.add(part.count, part.sums, part.maxima)
+                sums.add(part.count, part.sums, part.maxima, part.shares)
         with timer.measure("backward"):
             self.optimizers.add(self.ranks.gradients(part.loss if mine else part.loss * 0.0, self.optimizers.parameters))
         return loss

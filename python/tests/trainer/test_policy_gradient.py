@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rollout.trajectory.v1.trajectory_pb2 import EpisodeLink
-from rollout_workers.algorithms import DapoConfig, GrpoConfig
+from rollout_workers.algorithms import DapoConfig, GrpoConfig, config_type
 from rollout_workers.algorithms.advantage import group_relative
-from rollout_workers.trainer import Trainer, TrainSample
+from rollout_workers.trainer import Schedule, Trainer, TrainSample
 
 from .addition import sampled_batch
 from .oracle import grpo_loss, sample_logprobs
@@ -84,6 +84,27 @@ def test_a_truncated_sample_counts_in_its_group_but_not_in_the_loss(model_dir: P
     assert learner.train_step(samples, 1).metrics["tokens/trained"] == trained
 
 
+@pytest.mark.parametrize("reduction", ["sequence", "constant"])
+def test_truncated_samples_are_not_in_the_mean_over_samples(model_dir: Path, reduction: str) -> None:
+    """TRL 1.16 divides by all samples (grpo_trainer.py, loss types grpo and dr_grpo): its gradient
+    is ours times the share of samples that are not truncated."""
+    settings = GrpoConfig(mask_truncated=True, reduction=reduction, max_tokens=7)
+    learner, samples = trainer(model_dir, settings=settings), with_cut_off(0)
+    keys = sorted({sample.group_key for sample in samples})
+    groups = torch.tensor([keys.index(sample.group_key) for sample in samples])
+    advantages = group_relative(torch.tensor([sample.reward for sample in samples], dtype=torch.float64), groups).tolist()
+    of_trl = torch.zeros(())
+    for sample, advantage in zip(samples, advantages, strict=True):
+        mask = torch.from_numpy(sample.loss_mask[1:]).float() * (not sample.truncated)
+        per_token = -advantage * sample_logprobs(learner.policy.model, sample)  # pyright: ignore
+        length = 7.0 if reduction == "constant" else float(mask.sum().clamp(min=1))
+        of_trl = of_trl + (per_token * mask).sum() / length / len(samples)
+    share = sum(not sample.truncated for sample in samples) / len(samples)
+    assert 0.5 < share < 0.9
+    wanted = oracle_gradient(learner, of_trl / share)
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=2e-6, rtol=2e-4)
+
+
 def test_a_reward_of_0_counts_among_samples_with_process_rewards(model_dir: Path) -> None:
     """Both in another group and in the same group. The reward is then the reward of the last
     token."""
@@ -141,3 +162,60 @@ def test_child_sessions_with_rewards_of_their_own_are_compared_with_each_other(m
         found = [result.advantages[sample.group_key, sample.sample + part] for part in range(3)]
         assert found == pytest.approx([plain[sample.group_key, sample.sample], advantage, found[0]], abs=1e-6)
     assert result.metrics["reward/mean"] == pytest.approx(np.mean([sample.reward for sample in whole]))
+
+
+def agreeing(learner: Trainer, samples: list[TrainSample]) -> list[TrainSample]:
+    """The samples with the learner's own logprobs as the engine's."""
+    exact = []
+    with torch.no_grad():
+        for sample in samples:
+            logprobs = np.zeros(len(sample.token_ids), np.float32)
+            logprobs[1:] = sample_logprobs(learner.policy.model, sample)
+            exact.append(dataclasses.replace(sample, logprobs=logprobs))
+    return exact
+
+
+@pytest.mark.parametrize("tokens", [30, 10_000])
+def test_the_share_of_masked_samples_is_over_samples(model_dir: Path, tokens: int) -> None:
+    """However the batch is split into micro-batches, and however long each sample is."""
+    settings = GrpoConfig(off_policy=True, importance_sample_mask="sequence")
+    learner = trainer(model_dir, settings=settings, tokens_per_microbatch=tokens)
+    samples = agreeing(learner, sampled_batch(0))
+    rewards: dict[str, set[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.group_key, set()).add(sample.reward)
+    computed = [sample for sample in samples if len(rewards[sample.group_key]) > 1]  # others have no advantage
+    far = [sample for sample in computed if sample.sample == 0]
+    for sample in far:
+        sample.logprobs[np.flatnonzero(sample.loss_mask)[0]] -= np.log(2.5)
+    metrics = learner.train_step(samples, 1).metrics
+    assert metrics["importance/masked_samples"] == pytest.approx(len(far) / len(computed))
+    of = [sum(int(sample.loss_mask.sum()) for sample in group) for group in (far, computed)]
+    assert metrics["importance/masked"] == pytest.approx(of[0] / of[1])
+
+
+def test_clips_differ_only_with_several_updates(model_dir: Path) -> None:
+    """GRPO, DAPO, CISPO, and GSPO on the same batch. In one update on policy the first three have
+    equal gradients, so in the second their ratios are equal, too: DAPO clips fewer tokens than
+    GRPO, and CISPO the fewest, whose gradient it bounds and keeps. GSPO clips whole samples at a
+    narrow range, and so the most tokens."""
+
+    def step(name: str, updates: int) -> tuple[dict[str, float], torch.Tensor]:
+        settings: dict[str, object] = {"epochs": updates, "minibatches": 1}
+        if name == "dapo":
+            settings |= {"max_tokens": 100, "dynamic_sampling": False, "overlong_share": 0.0}
+        learner = trainer(model_dir, algorithm=name, settings=config_type(name)(**settings), schedule=Schedule(peak=1e-2))
+        metrics = learner.train_step(sampled_batch(0), 1).metrics
+        return metrics, torch.cat([tensor.flatten() for _, tensor in learner.named_weights()])
+
+    names = ("grpo", "dapo", "cispo", "gspo")
+    once = {name: step(name, 1) for name in names}
+    assert all(metrics["clip_fraction"] == 0 for metrics, _ in once.values())
+    for name in ("dapo", "cispo"):
+        torch.testing.assert_close(once[name][1], once["grpo"][1], atol=2e-5, rtol=0)
+    several = {name: step(name, 2) for name in names}
+    clipped = {name: metrics["clip_fraction"] for name, (metrics, _) in several.items()}
+    assert clipped["cispo"] < clipped["dapo"] < clipped["grpo"] < clipped["gspo"]
+    for number, name in enumerate(names):
+        for other in names[:number]:
+            assert (several[name][1] - several[other][1]).abs().max() > 1e-3, (name, other)

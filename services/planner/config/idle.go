@@ -19,8 +19,19 @@ type idleKey struct {
 
 var idleKeys = []idleKey{
 	{
-		[]string{"algorithm.*.importance_correction", "algorithm.*.importance_cap", "algorithm.*.importance_floor", "algorithm.*.importance_level", "algorithm.*.old_policy"},
+		[]string{
+			"algorithm.*.importance_correction", "algorithm.*.importance_cap", "algorithm.*.importance_floor", "algorithm.*.importance_level", "algorithm.*.old_policy",
+			"algorithm.*.importance_sample_mask", "algorithm.*.importance_sample_cap", "algorithm.*.importance_sample_floor",
+		},
 		"deterministic", "true", "the engine computes the same probabilities as the learner",
+	},
+	{
+		[]string{"algorithm.*.importance_correction", "algorithm.*.importance_cap", "algorithm.*.importance_floor", "algorithm.*.importance_level"},
+		"algorithm.*.old_policy", "engine", "the ratio itself is that to the policy that sampled",
+	},
+	{
+		[]string{"algorithm.*.importance_sample_cap", "algorithm.*.importance_sample_floor"},
+		"algorithm.*.importance_sample_mask", "none", "no sample is left out",
 	},
 	{[]string{"algorithm.*.overlong_penalty"}, "algorithm.*.overlong_share", "0", "no completion is penalized for its length"},
 	{[]string{"algorithm.*.critic_learning_rate"}, "algorithm.*.critic", "head", "the critic is a head of the policy and has its learning rate"},

@@ -121,6 +121,7 @@ var idleMultistep = []struct {
 	{"the ratio is that to the probability at the time of sampling", []string{
 		"algorithm.ppo.old_policy", "algorithm.ppo.importance_correction", "algorithm.ppo.importance_level",
 		"algorithm.ppo.importance_cap", "algorithm.ppo.importance_floor",
+		"algorithm.ppo.importance_sample_mask", "algorithm.ppo.importance_sample_cap", "algorithm.ppo.importance_sample_floor",
 	}},
 	{"a minibatch has chunks of different episodes", []string{"algorithm.ppo.reduction"}},
 	{"a truncated episode ends with the value of its last observation", []string{"algorithm.ppo.mask_truncated"}},

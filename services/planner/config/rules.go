@@ -318,6 +318,7 @@ var fixes = map[string]string{
 	"policy_loss.dual_clip":                    "write `dual_clip = 3.0`, or remove it",
 	"cispo.dual_clip":                          "remove `dual_clip`",
 	"policy_loss.importance_floor":             "lower `importance_floor` or raise `importance_cap`",
+	"policy_loss.importance_sample_floor":      "lower `importance_sample_floor` or raise `importance_sample_cap`",
 	"run_config.kto_weights":                   "remove one of them: 1.0 is the default",
 	"run_config.teacher":                       "write `teacher = \"models/teacher\"`, or a table [algorithm.distillation.endpoint] with `base_url` and `model`",
 	"run_config.teacher_temperature":           "remove `temperature` from [sampling]: 1.0 is the default",

@@ -207,6 +207,9 @@ class PolicyLossConfig(_message.Message):
     IMPORTANCE_LEVEL_FIELD_NUMBER: _builtins.int
     IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
     IMPORTANCE_FLOOR_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_SAMPLE_MASK_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_SAMPLE_CAP_FIELD_NUMBER: _builtins.int
+    IMPORTANCE_SAMPLE_FLOOR_FIELD_NUMBER: _builtins.int
     clip_low: _builtins.float
     """Lower clip of the probability ratio, `1 - clip_low`. GSPO and RLOO clip the ratio of a whole
     sample, the others that of a token.
@@ -274,6 +277,15 @@ class PolicyLossConfig(_message.Message):
     """Largest importance weight."""
     importance_floor: _builtins.float
     """Smallest importance weight that `mask` keeps."""
+    importance_sample_mask: _builtins.str
+    """In async mode and if not `deterministic`, whether samples are left out by the ratio of the
+    trained weights to the policy that sampled: that of all tokens (`sequence`, MIS), or its
+    geometric mean (`geometric`). It applies with every `importance_correction`.
+    """
+    importance_sample_cap: _builtins.float
+    """Largest ratio of a sample that `importance_sample_mask` keeps."""
+    importance_sample_floor: _builtins.float
+    """Smallest ratio of a sample that `importance_sample_mask` keeps."""
     def __init__(
         self,
         *,
@@ -297,10 +309,13 @@ class PolicyLossConfig(_message.Message):
         importance_level: _builtins.str | None = ...,
         importance_cap: _builtins.float | None = ...,
         importance_floor: _builtins.float | None = ...,
+        importance_sample_mask: _builtins.str | None = ...,
+        importance_sample_cap: _builtins.float | None = ...,
+        importance_sample_floor: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dual_clip", b"_dual_clip", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_horizon", b"_kl_horizon", "_kl_in", b"_kl_in", "_kl_target", b"_kl_target", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_horizon", b"kl_horizon", "kl_in", b"kl_in", "kl_target", b"kl_target", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dual_clip", b"_dual_clip", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_importance_sample_cap", b"_importance_sample_cap", "_importance_sample_floor", b"_importance_sample_floor", "_importance_sample_mask", b"_importance_sample_mask", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_horizon", b"_kl_horizon", "_kl_in", b"_kl_in", "_kl_target", b"_kl_target", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "importance_sample_cap", b"importance_sample_cap", "importance_sample_floor", b"importance_sample_floor", "importance_sample_mask", b"importance_sample_mask", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_horizon", b"kl_horizon", "kl_in", b"kl_in", "kl_target", b"kl_target", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dual_clip", b"_dual_clip", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_horizon", b"_kl_horizon", "_kl_in", b"_kl_in", "_kl_target", b"_kl_target", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_horizon", b"kl_horizon", "kl_in", b"kl_in", "kl_target", b"kl_target", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_dual_clip", b"_dual_clip", "_entropy_coefficient", b"_entropy_coefficient", "_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_importance_correction", b"_importance_correction", "_importance_floor", b"_importance_floor", "_importance_level", b"_importance_level", "_importance_sample_cap", b"_importance_sample_cap", "_importance_sample_floor", b"_importance_sample_floor", "_importance_sample_mask", b"_importance_sample_mask", "_kl_coefficient", b"_kl_coefficient", "_kl_estimator", b"_kl_estimator", "_kl_horizon", b"_kl_horizon", "_kl_in", b"_kl_in", "_kl_target", b"_kl_target", "_mask_truncated", b"_mask_truncated", "_minibatches", b"_minibatches", "_old_policy", b"_old_policy", "_overlong_penalty", b"_overlong_penalty", "_overlong_share", b"_overlong_share", "_reduction", b"_reduction", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "epochs", b"epochs", "importance_cap", b"importance_cap", "importance_correction", b"importance_correction", "importance_floor", b"importance_floor", "importance_level", b"importance_level", "importance_sample_cap", b"importance_sample_cap", "importance_sample_floor", b"importance_sample_floor", "importance_sample_mask", b"importance_sample_mask", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "kl_horizon", b"kl_horizon", "kl_in", b"kl_in", "kl_target", b"kl_target", "mask_truncated", b"mask_truncated", "minibatches", b"minibatches", "old_policy", b"old_policy", "overlong_penalty", b"overlong_penalty", "overlong_share", b"overlong_share", "reduction", b"reduction"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
     _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
@@ -320,6 +335,12 @@ class PolicyLossConfig(_message.Message):
     _WhichOneofArgType__importance_floor: _TypeAlias = _typing.Literal["_importance_floor", b"_importance_floor"]  # noqa: Y015
     _WhichOneofReturnType__importance_level: _TypeAlias = _typing.Literal["importance_level"]  # noqa: Y015
     _WhichOneofArgType__importance_level: _TypeAlias = _typing.Literal["_importance_level", b"_importance_level"]  # noqa: Y015
+    _WhichOneofReturnType__importance_sample_cap: _TypeAlias = _typing.Literal["importance_sample_cap"]  # noqa: Y015
+    _WhichOneofArgType__importance_sample_cap: _TypeAlias = _typing.Literal["_importance_sample_cap", b"_importance_sample_cap"]  # noqa: Y015
+    _WhichOneofReturnType__importance_sample_floor: _TypeAlias = _typing.Literal["importance_sample_floor"]  # noqa: Y015
+    _WhichOneofArgType__importance_sample_floor: _TypeAlias = _typing.Literal["_importance_sample_floor", b"_importance_sample_floor"]  # noqa: Y015
+    _WhichOneofReturnType__importance_sample_mask: _TypeAlias = _typing.Literal["importance_sample_mask"]  # noqa: Y015
+    _WhichOneofArgType__importance_sample_mask: _TypeAlias = _typing.Literal["_importance_sample_mask", b"_importance_sample_mask"]  # noqa: Y015
     _WhichOneofReturnType__kl_coefficient: _TypeAlias = _typing.Literal["kl_coefficient"]  # noqa: Y015
     _WhichOneofArgType__kl_coefficient: _TypeAlias = _typing.Literal["_kl_coefficient", b"_kl_coefficient"]  # noqa: Y015
     _WhichOneofReturnType__kl_estimator: _TypeAlias = _typing.Literal["kl_estimator"]  # noqa: Y015
@@ -360,6 +381,12 @@ class PolicyLossConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_floor) -> _WhichOneofReturnType__importance_floor | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_level) -> _WhichOneofReturnType__importance_level | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_sample_cap) -> _WhichOneofReturnType__importance_sample_cap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_sample_floor) -> _WhichOneofReturnType__importance_sample_floor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__importance_sample_mask) -> _WhichOneofReturnType__importance_sample_mask | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coefficient) -> _WhichOneofReturnType__kl_coefficient | None: ...
     @_typing.overload
@@ -657,7 +684,8 @@ Global___GspoConfig: _TypeAlias = GspoConfig  # noqa: Y015
 @_typing.final
 class CispoConfig(_message.Message):
     """CispoConfig sets CISPO (MiniMax-M1, arXiv 2506.13585): it clips the weight of the gradient of a
-    token, so every token keeps a gradient. `clip_low = 1.0` sets no lower clip, as in the paper.
+    token, so every token keeps a gradient. `clip_low = 1.0` sets no lower clip, as in the paper. The
+    weight is the ratio to the policy that sampled.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -688,8 +716,8 @@ Global___CispoConfig: _TypeAlias = CispoConfig  # noqa: Y015
 
 @_typing.final
 class RlooConfig(_message.Message):
-    """RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the mean
-    reward of the other samples is the baseline.
+    """RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action with one
+    importance weight, the mean reward of the other samples is the baseline.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

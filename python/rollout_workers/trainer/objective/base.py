@@ -75,6 +75,8 @@ class Part:
     """Metric -> scalar without gradient."""
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
     """Metric -> scalar without gradient: the largest value of a token."""
+    shares: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
+    """``LossTerms.shares``."""
 
 
 class Objective(Protocol):

@@ -95,7 +95,7 @@ class Tokens:
             loss = loss + value.loss
             sums |= value.sums
         measured, maxima = self._measured(batch, policy, slots)
-        return Part(loss, len(batch.target), sums | measured, maxima)
+        return Part(loss, len(batch.target), sums | measured, maxima, terms.shares)
 
     def advantages(self) -> Mapping[tuple[str, int], float]:
         """(group_key, sample) -> advantage; the mean over the trained tokens if each token has its

@@ -16,7 +16,7 @@ from torch import Tensor
 from rollout_workers.algorithms import Needs, build_algorithm, config_type
 from rollout_workers.algorithms.advantage import NORMALIZATIONS
 from rollout_workers.algorithms.divergence import ESTIMATORS
-from rollout_workers.algorithms.importance import CORRECTIONS, LEVELS
+from rollout_workers.algorithms.importance import CORRECTIONS, LEVELS, SAMPLE_MASKS
 from rollout_workers.algorithms.reduction import REDUCTIONS
 from rollout_workers.algorithms.registry import BUILDERS
 from rollout_workers.trainer.optim.schedule import SHAPES
@@ -105,7 +105,32 @@ SETTINGS: dict[str, tuple[Iterable[str], str]] = {
     "old_policy": (("proximal", "engine"), "which policy's logprobs are the denominator of the ratio"),
     "importance_correction": (CORRECTIONS, "correction for other weights or engines: cap, mask (IcePop), or none"),
     "importance_level": (LEVELS, "level of the importance weight: token, sample, or geometric mean over a sample"),
+    "importance_sample_mask": (SAMPLE_MASKS, "whether whole samples are left out, by their ratio or its geometric mean (MIS)"),
 }
+# Corrections for the engine's probabilities: name, weight of a token, settings.
+CORRECTED = [
+    ("truncated (TIS, the default)", "min(k, 2)", {"importance_cap": "2.0"}),
+    (
+        "double-sided masking (IcePop, arXiv 2510.18855)",
+        "k if 0.5 ≤ k ≤ 5, else 0",
+        {"importance_correction": '"mask"', "importance_floor": "0.5", "importance_cap": "5.0"},
+    ),
+    (
+        "masked samples, weighted (MIS, Liu, Li et al. 2025)",
+        "K if K ≤ 2, else 0",
+        {"importance_correction": '"mask"', "importance_level": '"sequence"', "importance_floor": "0.0"},
+    ),
+    (
+        "masked samples, not weighted",
+        "1 if K ≤ 2, else 0",
+        {"importance_correction": '"none"', "importance_sample_mask": '"sequence"'},
+    ),
+    (
+        "samples by their geometric mean, tokens truncated",
+        "min(k, 2) if 0.99 ≤ K^(1/L) ≤ 1.01, else 0",
+        {"importance_sample_mask": '"geometric"', "importance_sample_floor": "0.99", "importance_sample_cap": "1.01"},
+    ),
+]
 FEATURES = """
 ## Features of every loss
 
@@ -166,6 +191,20 @@ loss uses the engine's log-probabilities.
 `mismatch/kl` and `mismatch/max_ratio` measure the difference in every mode. In sync mode they should stay near 0 and 1; larger
 values mean an engine with another data type, attention, or sampling than the learner's.
 
+Let k be the ratio of a token, proximal over engine, K the product over its sample, and L the sample's length. The corrections
+of the literature are these settings, in the table of the algorithm:
+
+{corrections}
+
+`importance_sample_mask` multiplies whatever weight a token has, also with `old_policy = "engine"`. What a mask leaves out
+still counts in N and S, so a masked sample weakens the step instead of raising the weight of others, as in the estimators of
+the papers; verl and slime divide by what is left. `importance/bounded`, `importance/masked`, and `importance/masked_samples`
+are the shares of tokens at a bound, of masked tokens, and of masked samples.
+
+RLOO takes a completion as one action and therefore weighs it once: its `importance_level` is `sequence` by default. CISPO's
+clipped ratio is an importance weight itself, so its denominator is the engine's policy (`old_policy = "engine"`) and it has no
+other weight.
+
 With `sampling.top_p`, `top_k`, or `min_p` the engine reports log-probabilities of the filtered distribution, while the learner
 computes them for the full distribution. The weight of a token is then the probability mass that the filter kept, which is below
 1 even without staleness, and the weight of a long sample at level `sequence` approaches 0. With `old_policy = "engine"` the
@@ -184,6 +223,9 @@ OF_NO_ORACLE = [
     "excludes a group whose rewards become equal only through the penalty.",
     "Advantages are float64 from float64 rewards. A group with equal rewards gets exactly 0; the other libraries give a rounding "
     "error divided by their epsilon.",
+    'With `mask_truncated`, `reduction = "sequence"` and `reduction = "constant"` divide by the samples that are left. TRL, '
+    "with `mask_truncated_completions`, divides by all samples for its loss types `grpo` and `dr_grpo`: its gradient is ours "
+    'times the share of samples that are not truncated. `reduction = "token"` agrees with TRL\'s `dapo`.',
     "verl raises an error when it whitens a batch of one token; ours gives advantage 0.",
     "verl ignores the reward of a completion without tokens. Ours includes it in the group mean if the algorithm compares "
     "rewards within groups; PPO, and REINFORCE++ without `group_baseline`, ignore it too.",
@@ -232,7 +274,10 @@ def render(differences: dict[str, dict[str, str]]) -> str:
     text += "\n## Shared settings\n\n| key | values | default | what it sets |\n|---|---|---|---|\n"
     for key, (values, what) in SETTINGS.items():
         text += f"| `{key}` | {', '.join(f'`{value}`' for value in values) or ''} | {_defaults(key)} | {what} |\n"
-    text += FEATURES.format(schedules=f"{', '.join(SHAPES[:-1])} or {SHAPES[-1]}")
+    corrections = "| correction | weight of a token | settings |\n|---|---|---|"
+    for what, weight, settings in CORRECTED:
+        corrections += f"\n| {what} | {weight} | {', '.join(f'`{key} = {value}`' for key, value in settings.items())} |"
+    text += FEATURES.format(schedules=f"{', '.join(SHAPES[:-1])} or {SHAPES[-1]}", corrections=corrections)
     text += "\n## Deliberate differences\n\n"
     seen: dict[str, list[str]] = {}
     for (what, case, part), reason in DIFFERENCES.items():

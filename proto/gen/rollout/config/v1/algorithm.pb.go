@@ -485,8 +485,16 @@ type PolicyLossConfig struct {
 	ImportanceCap *float64 `protobuf:"fixed64,19,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
 	// Smallest importance weight that `mask` keeps.
 	ImportanceFloor *float64 `protobuf:"fixed64,20,opt,name=importance_floor,json=importanceFloor,proto3,oneof" json:"importance_floor,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// In async mode and if not `deterministic`, whether samples are left out by the ratio of the
+	// trained weights to the policy that sampled: that of all tokens (`sequence`, MIS), or its
+	// geometric mean (`geometric`). It applies with every `importance_correction`.
+	ImportanceSampleMask *string `protobuf:"bytes,21,opt,name=importance_sample_mask,json=importanceSampleMask,proto3,oneof" json:"importance_sample_mask,omitempty"`
+	// Largest ratio of a sample that `importance_sample_mask` keeps.
+	ImportanceSampleCap *float64 `protobuf:"fixed64,22,opt,name=importance_sample_cap,json=importanceSampleCap,proto3,oneof" json:"importance_sample_cap,omitempty"`
+	// Smallest ratio of a sample that `importance_sample_mask` keeps.
+	ImportanceSampleFloor *float64 `protobuf:"fixed64,23,opt,name=importance_sample_floor,json=importanceSampleFloor,proto3,oneof" json:"importance_sample_floor,omitempty"`
+	unknownFields         protoimpl.UnknownFields
+	sizeCache             protoimpl.SizeCache
 }
 
 func (x *PolicyLossConfig) Reset() {
@@ -655,6 +663,27 @@ func (x *PolicyLossConfig) GetImportanceCap() float64 {
 func (x *PolicyLossConfig) GetImportanceFloor() float64 {
 	if x != nil && x.ImportanceFloor != nil {
 		return *x.ImportanceFloor
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetImportanceSampleMask() string {
+	if x != nil && x.ImportanceSampleMask != nil {
+		return *x.ImportanceSampleMask
+	}
+	return ""
+}
+
+func (x *PolicyLossConfig) GetImportanceSampleCap() float64 {
+	if x != nil && x.ImportanceSampleCap != nil {
+		return *x.ImportanceSampleCap
+	}
+	return 0
+}
+
+func (x *PolicyLossConfig) GetImportanceSampleFloor() float64 {
+	if x != nil && x.ImportanceSampleFloor != nil {
+		return *x.ImportanceSampleFloor
 	}
 	return 0
 }
@@ -1074,7 +1103,8 @@ func (x *GspoConfig) GetGroup() *GroupAdvantageConfig {
 }
 
 // CispoConfig sets CISPO (MiniMax-M1, arXiv 2506.13585): it clips the weight of the gradient of a
-// token, so every token keeps a gradient. `clip_low = 1.0` sets no lower clip, as in the paper.
+// token, so every token keeps a gradient. `clip_low = 1.0` sets no lower clip, as in the paper. The
+// weight is the ratio to the policy that sampled.
 type CispoConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The policy-gradient loss.
@@ -1129,8 +1159,8 @@ func (x *CispoConfig) GetGroup() *GroupAdvantageConfig {
 	return nil
 }
 
-// RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the mean
-// reward of the other samples is the baseline.
+// RlooConfig sets REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action with one
+// importance weight, the mean reward of the other samples is the baseline.
 type RlooConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The policy-gradient loss.
@@ -1753,7 +1783,7 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\freward model\x10\x038\x01J\x1b\n" +
 	"\x13train.learning_rate\x12\x041e-5R\x1b\n" +
 	"\x13train.learning_rate\x12\x041e-4B\x18\n" +
-	"\x16_centering_coefficient\"\x96\x14\n" +
+	"\x16_centering_coefficient\"\x90\x19\n" +
 	"\x10PolicyLossConfig\x12@\n" +
 	"\bclip_low\x18\x01 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x030.2H\x00R\aclipLow\x88\x01\x01\x12B\n" +
@@ -1800,11 +1830,18 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\x0eimportance_cap\x18\x13 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
 	"\x032.0H\x12R\rimportanceCap\x88\x01\x01\x12P\n" +
 	"\x10importance_floor\x18\x14 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
-	"\x030.5H\x13R\x0fimportanceFloor\x88\x01\x01:\xe5\x05\xbaH\xe1\x05\x1a\xd5\x01\n" +
+	"\x030.5H\x13R\x0fimportanceFloor\x88\x01\x01\x12g\n" +
+	"\x16importance_sample_mask\x18\x15 \x01(\tB,\xbaH\x1dr\x1bR\x04noneR\bsequenceR\tgeometric\xca\xda\x18\b\n" +
+	"\x06\"none\"H\x14R\x14importanceSampleMask\x88\x01\x01\x12Y\n" +
+	"\x15importance_sample_cap\x18\x16 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x032.0H\x15R\x13importanceSampleCap\x88\x01\x01\x12]\n" +
+	"\x17importance_sample_floor\x18\x17 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
+	"\x030.0H\x16R\x15importanceSampleFloor\x88\x01\x01:\xeb\a\xbaH\xe7\a\x1a\xd5\x01\n" +
 	"\x18policy_loss.kl_estimator\x12f`algorithm.*.kl_estimator` must not be \"k1\" with `kl_in = \"loss\"`: the gradient of k1 has mean 0 there\x1aQ!(this.kl_coefficient > 0.0 && this.kl_in == 'loss' && this.kl_estimator == 'k1')\x1a\xa0\x01\n" +
 	"\x15policy_loss.kl_target\x12S`algorithm.*.kl_target` needs `algorithm.*.kl_coefficient` above 0, which it adapts\x1a2this.kl_target == 0.0 || this.kl_coefficient > 0.0\x1a\x82\x01\n" +
 	"\x15policy_loss.dual_clip\x12:`algorithm.*.dual_clip` must be above 1, or 0 for no bound\x1a-this.dual_clip == 0.0 || this.dual_clip > 1.0\x1a\xde\x01\n" +
-	"\x1cpolicy_loss.importance_floor\x12h`algorithm.*.importance_floor` must not exceed `algorithm.*.importance_cap`: every token would be masked\x1aTthis.importance_correction != 'mask' || this.importance_floor <= this.importance_capB\v\n" +
+	"\x1cpolicy_loss.importance_floor\x12h`algorithm.*.importance_floor` must not exceed `algorithm.*.importance_cap`: every token would be masked\x1aTthis.importance_correction != 'mask' || this.importance_floor <= this.importance_cap\x1a\x83\x02\n" +
+	"#policy_loss.importance_sample_floor\x12w`algorithm.*.importance_sample_floor` must not exceed `algorithm.*.importance_sample_cap`: every sample would be masked\x1acthis.importance_sample_mask == 'none' || this.importance_sample_floor <= this.importance_sample_capB\v\n" +
 	"\t_clip_lowB\f\n" +
 	"\n" +
 	"_clip_highB\f\n" +
@@ -1828,7 +1865,10 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\x16_importance_correctionB\x13\n" +
 	"\x11_importance_levelB\x11\n" +
 	"\x0f_importance_capB\x13\n" +
-	"\x11_importance_floor\"\xa5\x02\n" +
+	"\x11_importance_floorB\x19\n" +
+	"\x17_importance_sample_maskB\x18\n" +
+	"\x16_importance_sample_capB\x1a\n" +
+	"\x18_importance_sample_floor\"\xa5\x02\n" +
 	"\x14GroupAdvantageConfig\x12Q\n" +
 	"\rnormalization\x18\x01 \x01(\tB&\xbaH\x16r\x14R\x05groupR\x05batchR\x04none\xca\xda\x18\t\n" +
 	"\a\"group\"H\x00R\rnormalization\x88\x01\x01\x12I\n" +
@@ -1913,22 +1953,26 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\treduction\x12\n" +
 	"\"sequence\"J\x1b\n" +
 	"\x13train.learning_rate\x12\x041e-6R\x1b\n" +
-	"\x13train.learning_rate\x12\x041e-5\"\x91\x03\n" +
+	"\x13train.learning_rate\x12\x041e-5\"\xaa\x03\n" +
 	"\vCispoConfig\x12?\n" +
 	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12E\n" +
-	"\x05group\x18\x02 \x01(\v2'.rollout.config.v1.GroupAdvantageConfigB\x06\xca\xda\x18\x02(\x01R\x05group:\xf9\x01\xbaH\x85\x01\x1a\x82\x01\n" +
-	"\x0fcispo.dual_clip\x12S`algorithm.cispo.dual_clip` must be 0: CISPO clips weights of gradients, not losses\x1a\x1athis.loss.dual_clip == 0.0\xd2\xda\x18l\n" +
+	"\x05group\x18\x02 \x01(\v2'.rollout.config.v1.GroupAdvantageConfigB\x06\xca\xda\x18\x02(\x01R\x05group:\x92\x02\xbaH\x85\x01\x1a\x82\x01\n" +
+	"\x0fcispo.dual_clip\x12S`algorithm.cispo.dual_clip` must be 0: CISPO clips weights of gradients, not losses\x1a\x1athis.loss.dual_clip == 0.0\xd2\xda\x18\x84\x01\n" +
 	"\x05CISPO\x10\x01\x18\x01 \x01(\x01B\x10\n" +
 	"\tclip_high\x12\x034.0B\x0f\n" +
-	"\bclip_low\x12\x031.0J\x1b\n" +
+	"\bclip_low\x12\x031.0B\x16\n" +
+	"\n" +
+	"old_policy\x12\b\"engine\"J\x1b\n" +
 	"\x13train.learning_rate\x12\x041e-6R\x1b\n" +
-	"\x13train.learning_rate\x12\x041e-5\"\xf2\x02\n" +
+	"\x13train.learning_rate\x12\x041e-5\"\x92\x03\n" +
 	"\n" +
 	"RlooConfig\x12?\n" +
 	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12E\n" +
-	"\x05group\x18\x02 \x01(\v2'.rollout.config.v1.GroupAdvantageConfigB\x06\xca\xda\x18\x02(\x01R\x05group:\xdb\x01\xd2\xda\x18\xd6\x01\n" +
+	"\x05group\x18\x02 \x01(\v2'.rollout.config.v1.GroupAdvantageConfigB\x06\xca\xda\x18\x02(\x01R\x05group:\xfb\x01\xd2\xda\x18\xf6\x01\n" +
 	"\x04RLOO\x10\x01\x18\x01 \x01B\x1b\n" +
-	"\bbaseline\x12\x0f\"leave_one_out\"B\x16\n" +
+	"\bbaseline\x12\x0f\"leave_one_out\"B\x1e\n" +
+	"\x10importance_level\x12\n" +
+	"\"sequence\"B\x16\n" +
 	"\x0ekl_coefficient\x12\x040.03B\x14\n" +
 	"\fkl_estimator\x12\x04\"k1\"B\x11\n" +
 	"\x05kl_in\x12\b\"reward\"B\x17\n" +
