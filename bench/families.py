@@ -66,7 +66,7 @@ class Family:
     if empty, the config's model."""
 
 
-def sampled(table: str, *, threshold: float = 0.08, overrides: tuple[str, ...] = ()) -> Family:
+def sampled(table: str, *, threshold: float, overrides: tuple[str, ...] = ()) -> Family:
     """A member of the GRPO family, with the example's config and another table."""
     config = EXAMPLES / "addition" / "grpo.toml"
     return Family(config, ("train.steps=80", "eval.every_steps=80", *overrides), gain, threshold, table)
@@ -86,28 +86,30 @@ STARTS = {
 accuracy rises suddenly, and at a different time for each seed. Distillation starts with `weak`, and
 its teacher is `warm`."""
 
+# A bar is half of the median that docs/benchmarks.md records, or more where it was more already:
+# half of a share of pairs would be chance.
 ADDITION = {
-    "sft": supervised(500, 0.3),
-    "grpo": sampled("[algorithm.grpo]"),
-    "dr_grpo": sampled("[algorithm.dr_grpo]"),
+    "sft": supervised(500, 0.392),
+    "grpo": sampled("[algorithm.grpo]", threshold=0.146),
+    "dr_grpo": sampled("[algorithm.dr_grpo]", threshold=0.137),
     # With the 4 tokens of the example, the longest right answers would be overlong, because DAPO
     # penalizes lengths near the limit.
-    "dapo": sampled("[algorithm.dapo]", overrides=("sampling.max_tokens=8",)),
-    "gspo": sampled("[algorithm.gspo]"),
-    "cispo": sampled("[algorithm.cispo]"),
-    "rloo": sampled("[algorithm.rloo]"),
-    "reinforce_pp": sampled("[algorithm.reinforce_pp]"),
-    "online_dpo": Family(EXAMPLES / "addition" / "online_dpo.toml", ("train.steps=80", "eval.every_steps=80"), gain, 0.08),
-    "ppo": Family(EXAMPLES / "ppo-tiny.toml", ("train.steps=60", "eval.every_steps=60"), gain, 0.03),
+    "dapo": sampled("[algorithm.dapo]", threshold=0.147, overrides=("sampling.max_tokens=8",)),
+    "gspo": sampled("[algorithm.gspo]", threshold=0.144),
+    "cispo": sampled("[algorithm.cispo]", threshold=0.146),
+    "rloo": sampled("[algorithm.rloo]", threshold=0.126),
+    "reinforce_pp": sampled("[algorithm.reinforce_pp]", threshold=0.132),
+    "online_dpo": Family(EXAMPLES / "addition" / "online_dpo.toml", ("train.steps=80", "eval.every_steps=80"), gain, 0.114),
+    "ppo": Family(EXAMPLES / "ppo-tiny.toml", ("train.steps=60", "eval.every_steps=60"), gain, 0.162),
     "dpo": Family(EXAMPLES / "addition" / "dpo.toml", ("eval.every_steps=100",), preferred, 0.8),
     "ipo": Family(EXAMPLES / "addition" / "dpo.toml", ("eval.every_steps=100",), preferred, 0.8, "[algorithm.ipo]\nbeta = 0.1"),
-    "kto": Family(EXAMPLES / "addition" / "kto.toml", ("eval.every_steps=100",), margin, 0.1),
+    "kto": Family(EXAMPLES / "addition" / "kto.toml", ("eval.every_steps=100",), margin, 0.104),
     "reward_model": Family(EXAMPLES / "addition" / "reward_model.toml", (), preferred, 0.75),
     "distillation": Family(
         EXAMPLES / "rewards" / "distillation.toml",
         ("train.steps=240", "train.groups_per_step=256", "train.learning_rate=1e-3"),
         nearer,
-        0.25,
+        0.416,
         start="weak",
     ),
 }
