@@ -67,6 +67,17 @@ def test_environment_workers_change_no_digest_also_if_they_are_killed(reference:
         assert replay(running, run)["same"]
 
 
+@pytest.mark.timeout(600)
+def test_tokens_of_a_language_model_are_trained_and_replayed(tmp_path: Path) -> None:
+    config = write_job(tmp_path / "tokens", steps=2, tokens=True)
+    with mesh(tmp_path) as running:
+        run = running.submit(config, *HOSTED)
+        done = running.finish(run)
+        digest = assert_consumed_once(running, run, steps=2, groups_per_step=GROUPS, group_size=SAMPLES)
+        assert done.weights_digest == digest and audited(running, run)["whole"]
+        assert replay(running, run)["same"]
+
+
 def stopped(root: dict) -> bool:
     return root["reason"] == "WORKER_STOPPED" and "environment-2" in root["evidence"]
 

@@ -17,10 +17,12 @@ HOSTED = ("engine.workers=2", "multistep.environments=12", "multistep.environmen
 rows of both. A rollout rank has as many rows as without."""
 
 
-def write_job(folder: Path, *, steps: int) -> Path:
-    """Write the policy, its environment, and the configuration, and return the path of that one."""
+def write_job(folder: Path, *, steps: int, tokens: bool = False) -> Path:
+    """Write the policy, its environment, and the configuration, and return the path of that one.
+    tokens: whether its actions are tokens of a language model."""
     script = ROOT / "examples" / "multistep" / "prepare.py"
     shape = ["--observations", "4", "--actions", "2", "--chunk", "2", "--hidden", "8", "--episodes", "16"]
+    shape = ["--limits", "2.4", "3", "0.21", "3", "--tokens", *shape] if tokens else shape
     subprocess.run([sys.executable, str(script), *shape, str(folder / "policy")], check=True, capture_output=True)
     (folder / "environments.py").write_text((ROOT / "examples" / "multistep" / "environments.py").read_text())
     (folder / "job.toml").write_text(
@@ -36,6 +38,7 @@ environment = "environments.py:CartPole"
 environments = 6
 chunk = 2
 max_steps = 60
+{'logprob_type = "token_level"' if tokens else ""}
 [algorithm.ppo]
 epochs = 2
 [train]

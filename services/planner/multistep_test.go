@@ -71,6 +71,7 @@ func TestPlanComparesThePolicyWithItsEnvironment(t *testing.T) {
 	}{
 		{right, policy, "multistep.chunk=1", "the policy chooses 2 actions at once, and `multistep.chunk` is 1", "model.path"},
 		{right, policy, `multistep.reward_type="action_level"`, "the policy has 1 values of a chunk, and `multistep.reward_type` needs one of each of the 2 actions", "model.path"},
+		{class("[0.0]", ""), strings.Replace(policy, "actor_critic", "token_actor", 1), "", "the policy takes observations of shape [2], and the environment returns [1]", "model.path"},
 		{class("[0.0]", ""), policy, "", "the policy takes observations of shape [2], and the environment returns [1]", "model.path"},
 		{class("[0.0, 1/0]", ""), policy, "", "`reset` of walk.py:Walk raised ZeroDivisionError: division by zero", ""},
 		{class("'left'", ""), policy, "", "an observation of walk.py:Walk has str, not numbers", "multistep.environment"},

@@ -23,8 +23,8 @@ from rollout.plugin.place import last_frame, one_line
 from rollout.probe.reward import local_files, watchdog
 from rollout.probe.tokenizer import Json
 
-OURS = "rollout_actor_critic"
-"""``model_type`` of the policy whose shapes are known."""
+OURS = ("rollout_actor_critic", "rollout_token_actor")
+"""``model_type`` of the policies whose shapes are known."""
 
 
 class PolicyUnfit(RolloutError):
@@ -102,7 +102,7 @@ def _check_numbers(observation: Any, name: str) -> None:
 
 def _fits(config: Mapping[str, Any], observation: Any, space: Any, chunk: int, reward_type: str) -> None:
     """Compare the policy with the environment, if it is of the class whose shapes are known."""
-    if config.get("model_type") != OURS:
+    if config.get("model_type") not in OURS:
         return
     columns = int(config.get("value_columns", 1))
     if int(config.get("chunk", 1)) != chunk:
@@ -139,7 +139,7 @@ def _action(config: Mapping[str, Any], space: Any) -> Any:
     """An action; None if the environment's actions are not known."""
     if space is not None:
         return space.sample()
-    if config.get("model_type") != OURS:
+    if config.get("model_type") not in OURS:
         return None
     return np.zeros(int(config["action_size"]), np.float32) if config.get("continuous", False) else 0
 

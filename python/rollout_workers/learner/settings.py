@@ -59,7 +59,8 @@ def trainer_config(config: RunConfig, threads: int, base_dir: str = "") -> Train
 def _acting(config: RunConfig) -> ActingConfig | None:
     if not config.HasField("multistep"):
         return None
-    return ActingConfig(config.multistep.reward_type or "chunk_level", config.multistep.trust_remote_code)
+    multistep = config.multistep
+    return ActingConfig(multistep.reward_type or "chunk_level", multistep.trust_remote_code, multistep.logprob_type)
 
 
 def refusals(config: RunConfig, run_directory: str, events: Events) -> Refusals:

@@ -41,7 +41,8 @@ def load_policy(path: str, *, device: str, trust_remote_code: bool) -> Policy:
     :class:`SettingsInvalid`, ``WeightsIncomplete``, ``ModelUnknown``."""
     from transformers import AutoModel
 
-    import rollout_workers.multistep.actor_critic  # noqa: F401  # registers its model type
+    import rollout_workers.multistep.actor_critic  # both register their model types
+    import rollout_workers.multistep.token_actor  # noqa: F401
 
     model = load_whole(AutoModel, path, trust_remote_code=trust_remote_code)
     if not isinstance(model, Policy):

@@ -31,6 +31,8 @@ from rollout_workers.trainer.types import BadBatch, StepOutOfTurn, StepResult, T
 
 NAMES = ("dones", "logprobs", "played", "rewards", "values")
 """Tensors of an episode besides its inputs."""
+LEVELS = ("chunk_level", "action_level", "token_level")
+"""By the dimensions of logprobs, from one on."""
 _INPUTS = "inputs."
 
 
@@ -45,9 +47,10 @@ class ActingPolicy(Policy):
 class Chunks:
     """N chunks of C actions, of all episodes one after the other.
 
-    inputs: of ``forward``, each [N, ...]. played: bool [N, C]. logprobs: float32 [N] or [N, C], at
-    the time of sampling. values: float32 [N] or [N, C]. advantages, returns: as ``logprobs``.
-    counted: bool as ``logprobs``, what the loss counts. episode: int64 [N].
+    inputs: of ``forward``, each [N, ...]. played: bool [N, C]. logprobs: float32 [N], [N, C], or
+    [N, C, T], at the time of sampling. values, advantages, returns: as ``logprobs``. counted: bool
+    as ``logprobs``, what the loss counts. episode: int64 [N]. by_action: whether each action has a
+    value of its own.
     """
 
     inputs: Mapping[str, Tensor]
@@ -58,15 +61,25 @@ class Chunks:
     returns: Tensor
     counted: Tensor
     episode: Tensor
+    by_action: bool
+
+    @property
+    def positions(self) -> int:
+        """Positions of a row: those of the sequence, if the inputs are tokens."""
+        return max(self.counted[0].numel(), sum(t[0].numel() for t in self.inputs.values() if t.dtype == torch.int64))
 
 
-def chunks_of(samples: Sequence[TrainSample], config: PpoConfig, reward_type: str) -> Chunks:
+def chunks_of(samples: Sequence[TrainSample], config: PpoConfig, reward_type: str, logprob_type: str = "") -> Chunks:
     """The chunks of a batch with their advantages. Raises :class:`BadBatch`.
 
     ``chunk_level``: the reward of a chunk is the sum of its rewards, its logprob the sum of those
     of the actions that were played, and ``gamma`` discounts from chunk to chunk. ``action_level``:
     each action that was played has its own. A reward of an action that was not played, which is the
     bootstrapped value, counts for the last one that was.
+
+    logprob_type: what has a ratio of probabilities of its own, ``chunk_level``, ``action_level``,
+    or ``token_level``, by default as ``reward_type``. It has the advantage and the value of its
+    action or chunk.
     """
     check_rewards(samples)
     for sample in samples:
@@ -75,6 +88,7 @@ def chunks_of(samples: Sequence[TrainSample], config: PpoConfig, reward_type: st
     played, rewards, values = joined["played"], joined["rewards"].double(), joined["values"].float()
     lengths = torch.tensor([len(sample.tensors["played"]) for sample in samples])
     episode = torch.repeat_interleave(torch.arange(len(samples)), lengths)
+    logprobs = at_level(joined["logprobs"].float(), played, logprob_type or reward_type)
     if reward_type == "action_level":
         if values.shape != played.shape:
             raise BadBatch(
@@ -84,21 +98,37 @@ def chunks_of(samples: Sequence[TrainSample], config: PpoConfig, reward_type: st
         last = played.sum(-1) - 1
         unplayed = (rewards * ~played).sum(-1)
         rewards = (rewards * played).index_put((torch.arange(len(last)), last), unplayed, accumulate=True)
-        counted, logprobs = played, joined["logprobs"].float()
+        counted = played
         steps = episode[:, None].expand_as(played)[played]
         found = gae(rewards[played], values.double()[played], steps, gamma=config.gamma, gae_lambda=config.gae_lambda)
         advantages = torch.zeros(played.shape, dtype=torch.float64)
         advantages[played] = found
     else:
         values = values[:, 0]
-        counted, logprobs = played.any(-1), (joined["logprobs"].float() * played).sum(-1)
+        counted = played.any(-1)
         advantages = gae(rewards.sum(-1), values.double(), episode, gamma=config.gamma, gae_lambda=config.gae_lambda)
     returns = advantages + values.double()
     if config.whiten_advantages:
         advantages = advantages.clone()
         advantages[counted] = whiten(advantages[counted])
     inputs = {name.removeprefix(_INPUTS): tensor for name, tensor in joined.items() if name.startswith(_INPUTS)}
-    return Chunks(inputs, played, logprobs, values, advantages.float(), returns.float(), counted, episode)
+    values, advantages, returns = (spread(tensor, logprobs) for tensor in (values, advantages.float(), returns.float()))
+    counted = spread(played if logprobs.dim() > 1 else counted, logprobs)
+    return Chunks(inputs, played, logprobs, values, advantages, returns, counted, episode, reward_type == "action_level")
+
+
+def at_level(tensor: Tensor, played: Tensor, level: str) -> Tensor:
+    """Sums over the tokens of actions, and over the actions that were played of chunks. tensor:
+    [N, C], or [N, C, T] with several tokens of an action. Returns [N], [N, C], or [N, C, T]."""
+    if level == "token_level":
+        return tensor if tensor.dim() == 3 else tensor[..., None]
+    of_actions = tensor.sum(-1) if tensor.dim() == 3 else tensor
+    return of_actions if level == "action_level" else (of_actions * played).sum(-1)
+
+
+def spread(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor with further dimensions, as many as ``like`` has, along which it is repeated."""
+    return tensor.reshape(*tensor.shape, *[1] * (like.dim() - tensor.dim())).expand_as(like)
 
 
 def _check(sample: TrainSample) -> None:
@@ -107,7 +137,8 @@ def _check(sample: TrainSample) -> None:
         raise BadBatch(f"sample {sample.sample} of group {sample.group_key} has no tensor `{missing[0]}`")
     played = sample.tensors["played"]
     sizes = {len(tensor) for tensor in sample.tensors.values()}
-    same = all(sample.tensors[name].shape == played.shape for name in ("dones", "logprobs", "rewards"))
+    same = all(sample.tensors[name].shape == played.shape for name in ("dones", "rewards"))
+    same = same and sample.tensors["logprobs"].shape[:2] == played.shape
     if sizes != {len(played)} or not same or not len(played) or not bool(played[:, 0].all()):
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(sample.tensors.items()))
         raise BadBatch(f"the tensors of sample {sample.sample} of group {sample.group_key} don't fit each other: {shapes}")
@@ -115,14 +146,15 @@ def _check(sample: TrainSample) -> None:
 
 def loss_of(model: Any, chunks: Chunks, rows: Tensor, algorithm: Algorithm, *, normalizer: float) -> LossTerms:
     """The losses of PPO (``surrogate.policy_loss`` and ``ppo.value_loss``) of the chunks ``rows``
-    (int64 [R]), or of their actions, which are the tokens of the algorithm. normalizer: those that
-    count in all parts of the update."""
+    (int64 [R]), of their actions, or of the tokens of these, which are the tokens of the algorithm.
+    normalizer: those that count in all parts of the update."""
     device = model.device
     inputs = {name: tensor[rows].to(device) for name, tensor in chunks.inputs.items()}
     logprobs, entropies, values = (tensor.float() for tensor in model(**inputs))
     played = chunks.played[rows].to(device)
-    if chunks.logprobs.dim() == 1:
-        logprobs, entropies, values = (logprobs * played).sum(-1), (entropies * played).sum(-1), values[:, 0]
+    level = LEVELS[chunks.logprobs.dim() - 1]
+    logprobs, entropies = at_level(logprobs, played, level), at_level(entropies, played, level)
+    values = spread(values if chunks.by_action else values[:, 0], logprobs)
     counted = chunks.counted[rows].to(device)
     sampled, advantages, returns, before = (
         tensor[rows].to(device)[counted] for tensor in (chunks.logprobs, chunks.advantages, chunks.returns, chunks.values)
@@ -131,7 +163,7 @@ def loss_of(model: Any, chunks: Chunks, rows: Tensor, algorithm: Algorithm, *, n
     tokens = TokenBatch(
         logprobs=logprobs[counted],
         normalizer=normalizer,
-        sample=(episode if counted.dim() == 1 else episode[:, None].expand_as(counted))[counted],
+        sample=spread(episode, counted)[counted],
         advantages=advantages,
         engine_logprobs=sampled,
         entropy=entropies[counted],
@@ -157,7 +189,7 @@ class PolicyTrainer(Trainer):
         """Load the policy, at step 0. Raises the errors of ``load_policy``."""
         assert config.acting is not None and isinstance(config.settings, PpoConfig)
         self.ranks, self.model_dir, self.config, self.step = ALONE, Path(model_dir), config, 0
-        self._ppo, self._reward_type = of_actions(config.settings), config.acting.reward_type
+        self._ppo, self._acting = of_actions(config.settings), config.acting
         self.algorithm = build_algorithm(config.algorithm, self._ppo)
         self._use_threads()
         if config.deterministic:
@@ -187,7 +219,7 @@ class PolicyTrainer(Trainer):
         started = time.perf_counter()
         self._use_threads()
         ordered = sorted(samples, key=lambda sample: (sample.group_key, sample.sample))
-        chunks = chunks_of(ordered, self._ppo, self._reward_type)
+        chunks = chunks_of(ordered, self._ppo, self._acting.reward_type, self._acting.logprob_type)
         metrics = describe_batch(ordered, step=step, sampled=True) | _lengths(ordered)
         metrics["time/pack"] = time.perf_counter() - started
         before = self.optimizers.snapshot()
@@ -198,7 +230,7 @@ class PolicyTrainer(Trainer):
         try:
             for rows in self._minibatches(len(chunks.episode), step):
                 weight = int(chunks.counted[rows].sum())
-                loss, parts = 0.0, list(rows.split(max(1, self.config.tokens_per_microbatch // chunks.played.shape[1])))
+                loss, parts = 0.0, list(rows.split(max(1, self.config.tokens_per_microbatch // chunks.positions)))
                 for number, part in enumerate(parts):
                     loss += self._accumulate_part(chunks, part, weight, sums, timer)
                     if on_progress is not None:

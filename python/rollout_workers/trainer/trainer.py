@@ -49,6 +49,8 @@ class ActingConfig:
 
     reward_type: str = "chunk_level"
     trust_remote_code: bool = False
+    logprob_type: str = ""
+    """"": as ``reward_type``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ REACHES: dict[str, tuple[Any, str, Any]] = {
     "lora.targets": (["q_proj", "v_proj"], "lora.targets", ("q_proj", "v_proj")),
     "lora.dora": (True, "lora.dora", True),
     "multistep.reward_type": ("action_level", "acting.reward_type", "action_level"),
+    "multistep.logprob_type": ("token_level", "acting.logprob_type", "token_level"),
     "multistep.trust_remote_code": (True, "acting.trust_remote_code", True),
 }
 # Keys of the tables `train` and `lora` that other components use, and the fields of the trainer's

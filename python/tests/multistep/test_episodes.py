@@ -350,7 +350,11 @@ class Receipts(EngineReceipts):
 
 
 async def samples(seeds: Sequence[int] = range(6)) -> list[TrainSample]:
-    async with playing(4) as (player, *_):
+    return await samples_of(None, seeds)
+
+
+async def samples_of(policy: Any, seeds: Sequence[int]) -> list[TrainSample]:
+    async with playing(4, policy=policy) as (player, *_):
         episodes = await play(player, seeds)
     envelopes = encode_played(
         PromptGroup(run_id="r", group_size=len(episodes), row_json=b'{"seed": 1}'), episodes, Receipts(), "inference-0", 0
@@ -431,12 +435,13 @@ async def test_values_of_chunks_alone_have_no_advantages_of_actions() -> None:
 PPO = PpoConfig(gamma=0.9, kl_coefficient=0.0, value_clip=0.0, value_coefficient=0.5, epochs=2, minibatches=2)
 
 
-def trainer(folder: Path, level: str = "chunk_level", ppo: PpoConfig = PPO, **changes: Any) -> PolicyTrainer:
+def trainer(
+    folder: Path, level: str = "chunk_level", ppo: PpoConfig = PPO, *, logprob_type: str = "", **changes: Any
+) -> PolicyTrainer:
+    acting = ActingConfig(level, logprob_type=logprob_type)
     return PolicyTrainer(
         folder,
-        TrainerConfig(
-            algorithm="ppo", settings=ppo, schedule=Schedule(peak=1e-2), threads=1, acting=ActingConfig(level), **changes
-        ),
+        TrainerConfig(algorithm="ppo", settings=ppo, schedule=Schedule(peak=1e-2), threads=1, acting=acting, **changes),
     )
 
 

@@ -74,6 +74,13 @@ var multistepRules = []traitRule{
 		func(c *configv1.RunConfig) bool { return c.GetModel().GetChatTemplate() },
 	),
 	whereMultistep(
+		"run_config.multistep_logprob_type", "`multistep.logprob_type` must not be \"chunk_level\" with `reward_type = \"action_level\"`: each action has its own advantage",
+		[]string{"multistep.logprob_type", "multistep.reward_type"},
+		func(c *configv1.RunConfig) bool {
+			return c.GetMultistep().GetLogprobType() == "chunk_level" && c.GetMultistep().GetRewardType() == "action_level"
+		},
+	),
+	whereMultistep(
 		"run_config.multistep_environments", "`multistep.environments` must be a multiple of `engine.workers`",
 		[]string{"multistep.environments", "engine.workers"},
 		func(c *configv1.RunConfig) bool {

@@ -32,6 +32,7 @@ func TestMultistepRules(t *testing.T) {
 		`multistep.environment_workers=-1`:            "multistep.environment_workers ",
 		`multistep.chunk=0`:                           "multistep.chunk ",
 		`multistep.reward_type="token_level"`:         "multistep.reward_type ",
+		`multistep.logprob_type="episode_level"`:      "multistep.logprob_type ",
 		`multistep.environments="many"`:               "multistep.environments ",
 		`multistep={environment="x", bootstrap=true}`: "multistep.bootstrap ",
 	} {
@@ -69,6 +70,9 @@ func TestMultistepRules(t *testing.T) {
 		}
 	}
 	if found := read(t, text, `data.eval="e"`, "eval.every_steps=1").Sorted(); len(found) != 1 || !strings.Contains(found[0].GetMessage(), "`eval.every_steps` must be 0 with `[multistep]`") {
+		t.Error(found)
+	}
+	if found := read(t, text, `multistep.reward_type="action_level"`, `multistep.logprob_type="chunk_level"`).Sorted(); len(found) != 1 || !strings.Contains(found[0].GetMessage(), "must not be \"chunk_level\" with `reward_type") || found[0].GetFix() == "" {
 		t.Error(found)
 	}
 	sft := strings.Replace(text, "[algorithm.ppo]", "[algorithm.sft]", 1)

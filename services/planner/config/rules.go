@@ -296,6 +296,7 @@ var fixes = map[string]string{
 	"run_config.multistep_engine":              "remove `kind` from [engine]",
 	"run_config.multistep_lora":                "remove the table [lora]",
 	"run_config.multistep_ranks":               "remove `ranks` from [train]",
+	"run_config.multistep_logprob_type":        "remove `logprob_type` from [multistep], or write `logprob_type = \"action_level\"`",
 	"run_config.multistep_eval":                "remove `every_steps` from [eval]",
 	"run_config.multistep_kl":                  "remove `kl_coefficient`: it is 0.0 by default with [multistep]",
 	"run_config.multistep_critic":              "remove `critic` from [algorithm.ppo]",

@@ -237,6 +237,7 @@ class MultistepConfig(_message.Message):
     BOOTSTRAP_TYPE_FIELD_NUMBER: _builtins.int
     TRUST_REMOTE_CODE_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_WORKERS_FIELD_NUMBER: _builtins.int
+    LOGPROB_TYPE_FIELD_NUMBER: _builtins.int
     environment: _builtins.str
     """The environment: an id of gymnasium, or `file.py:Class` of a class with gymnasium's `reset` and
     `step`.
@@ -266,6 +267,10 @@ class MultistepConfig(_message.Message):
     """Processes that host the environments, of which `environments` is a multiple. 0: the inference
     workers host them.
     """
+    logprob_type: _builtins.str
+    """What has a ratio of probabilities of its own, which is clipped, by RLinf's names: a chunk, an
+    action, or a token, if actions are tokens of a language model. Absent: as `reward_type`.
+    """
     def __init__(
         self,
         *,
@@ -278,10 +283,11 @@ class MultistepConfig(_message.Message):
         bootstrap_type: _builtins.str | None = ...,
         trust_remote_code: _builtins.bool | None = ...,
         environment_workers: _builtins.int | None = ...,
+        logprob_type: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_bootstrap_type", b"_bootstrap_type", "_chunk", b"_chunk", "_environment", b"_environment", "_environment_workers", b"_environment_workers", "_environments", b"_environments", "_max_steps", b"_max_steps", "_reward_type", b"_reward_type", "_trust_remote_code", b"_trust_remote_code", "args", b"args", "bootstrap_type", b"bootstrap_type", "chunk", b"chunk", "environment", b"environment", "environment_workers", b"environment_workers", "environments", b"environments", "max_steps", b"max_steps", "reward_type", b"reward_type", "trust_remote_code", b"trust_remote_code"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_bootstrap_type", b"_bootstrap_type", "_chunk", b"_chunk", "_environment", b"_environment", "_environment_workers", b"_environment_workers", "_environments", b"_environments", "_logprob_type", b"_logprob_type", "_max_steps", b"_max_steps", "_reward_type", b"_reward_type", "_trust_remote_code", b"_trust_remote_code", "args", b"args", "bootstrap_type", b"bootstrap_type", "chunk", b"chunk", "environment", b"environment", "environment_workers", b"environment_workers", "environments", b"environments", "logprob_type", b"logprob_type", "max_steps", b"max_steps", "reward_type", b"reward_type", "trust_remote_code", b"trust_remote_code"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_bootstrap_type", b"_bootstrap_type", "_chunk", b"_chunk", "_environment", b"_environment", "_environment_workers", b"_environment_workers", "_environments", b"_environments", "_max_steps", b"_max_steps", "_reward_type", b"_reward_type", "_trust_remote_code", b"_trust_remote_code", "args", b"args", "bootstrap_type", b"bootstrap_type", "chunk", b"chunk", "environment", b"environment", "environment_workers", b"environment_workers", "environments", b"environments", "max_steps", b"max_steps", "reward_type", b"reward_type", "trust_remote_code", b"trust_remote_code"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_args", b"_args", "_bootstrap_type", b"_bootstrap_type", "_chunk", b"_chunk", "_environment", b"_environment", "_environment_workers", b"_environment_workers", "_environments", b"_environments", "_logprob_type", b"_logprob_type", "_max_steps", b"_max_steps", "_reward_type", b"_reward_type", "_trust_remote_code", b"_trust_remote_code", "args", b"args", "bootstrap_type", b"bootstrap_type", "chunk", b"chunk", "environment", b"environment", "environment_workers", b"environment_workers", "environments", b"environments", "logprob_type", b"logprob_type", "max_steps", b"max_steps", "reward_type", b"reward_type", "trust_remote_code", b"trust_remote_code"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__args: _TypeAlias = _typing.Literal["args"]  # noqa: Y015
     _WhichOneofArgType__args: _TypeAlias = _typing.Literal["_args", b"_args"]  # noqa: Y015
@@ -295,6 +301,8 @@ class MultistepConfig(_message.Message):
     _WhichOneofArgType__environment_workers: _TypeAlias = _typing.Literal["_environment_workers", b"_environment_workers"]  # noqa: Y015
     _WhichOneofReturnType__environments: _TypeAlias = _typing.Literal["environments"]  # noqa: Y015
     _WhichOneofArgType__environments: _TypeAlias = _typing.Literal["_environments", b"_environments"]  # noqa: Y015
+    _WhichOneofReturnType__logprob_type: _TypeAlias = _typing.Literal["logprob_type"]  # noqa: Y015
+    _WhichOneofArgType__logprob_type: _TypeAlias = _typing.Literal["_logprob_type", b"_logprob_type"]  # noqa: Y015
     _WhichOneofReturnType__max_steps: _TypeAlias = _typing.Literal["max_steps"]  # noqa: Y015
     _WhichOneofArgType__max_steps: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps"]  # noqa: Y015
     _WhichOneofReturnType__reward_type: _TypeAlias = _typing.Literal["reward_type"]  # noqa: Y015
@@ -313,6 +321,8 @@ class MultistepConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__environment_workers) -> _WhichOneofReturnType__environment_workers | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__environments) -> _WhichOneofReturnType__environments | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob_type) -> _WhichOneofReturnType__logprob_type | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_steps) -> _WhichOneofReturnType__max_steps | None: ...
     @_typing.overload

@@ -309,8 +309,11 @@ type MultistepConfig struct {
 	// Processes that host the environments, of which `environments` is a multiple. 0: the inference
 	// workers host them.
 	EnvironmentWorkers *uint32 `protobuf:"varint,9,opt,name=environment_workers,json=environmentWorkers,proto3,oneof" json:"environment_workers,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// What has a ratio of probabilities of its own, which is clipped, by RLinf's names: a chunk, an
+	// action, or a token, if actions are tokens of a language model. Absent: as `reward_type`.
+	LogprobType   *string `protobuf:"bytes,10,opt,name=logprob_type,json=logprobType,proto3,oneof" json:"logprob_type,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *MultistepConfig) Reset() {
@@ -404,6 +407,13 @@ func (x *MultistepConfig) GetEnvironmentWorkers() uint32 {
 		return *x.EnvironmentWorkers
 	}
 	return 0
+}
+
+func (x *MultistepConfig) GetLogprobType() string {
+	if x != nil && x.LogprobType != nil {
+		return *x.LogprobType
+	}
+	return ""
 }
 
 // GateConfig sets a condition over a metric, and what follows the first step after which it holds.
@@ -3171,7 +3181,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x05_nameB\a\n" +
 	"\x05_seedB\a\n" +
 	"\x05_modeB\x10\n" +
-	"\x0e_deterministic\"\xac\a\n" +
+	"\x0e_deterministic\"\xa9\b\n" +
 	"\x0fMultistepConfig\x12G\n" +
 	"\venvironment\x18\x01 \x01(\tB \xbaH\n" +
 	"\xc8\x01\x01r\x05\x10\x01\x18\x80\b\xca\xda\x18\x0f\x12\r\"CartPole-v1\"H\x00R\venvironment\x88\x01\x01\x124\n" +
@@ -3191,7 +3201,9 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x11trust_remote_code\x18\b \x01(\bB\v\xca\xda\x18\a\n" +
 	"\x05falseH\aR\x0ftrustRemoteCode\x88\x01\x01\x12E\n" +
 	"\x13environment_workers\x18\t \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
-	"\x010H\bR\x12environmentWorkers\x88\x01\x01:\xad\x01\xd2\xda\x18\xa8\x01J\x1b\n" +
+	"\x010H\bR\x12environmentWorkers\x88\x01\x01\x12j\n" +
+	"\flogprob_type\x18\n" +
+	" \x01(\tBB\xbaH*r(R\vchunk_levelR\faction_levelR\vtoken_level\xca\xda\x18\x11\x12\r\"token_level\" \x01H\tR\vlogprobType\x88\x01\x01:\xad\x01\xd2\xda\x18\xa8\x01J\x1b\n" +
 	"\x13algorithm.ppo.gamma\x12\x040.99J#\n" +
 	"\x1calgorithm.ppo.kl_coefficient\x12\x030.0J\x1f\n" +
 	"\x18algorithm.ppo.value_clip\x12\x030.0J&\n" +
@@ -3206,7 +3218,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\f_reward_typeB\x11\n" +
 	"\x0f_bootstrap_typeB\x14\n" +
 	"\x12_trust_remote_codeB\x16\n" +
-	"\x14_environment_workers\"\xb6\x01\n" +
+	"\x14_environment_workersB\x0f\n" +
+	"\r_logprob_type\"\xb6\x01\n" +
 	"\n" +
 	"GateConfig\x12=\n" +
 	"\x04when\x18\x01 \x01(\tB$\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\x16\x12\x14\"eval/reward >= 0.8\"H\x00R\x04when\x88\x01\x01\x12U\n" +
