@@ -12,6 +12,7 @@ from planted import explained
 from sim import audited
 
 from rollout.run.v1 import run_pb2
+from rollout.storage.v1 import storage_pb2
 
 STEPS = 8
 
@@ -76,6 +77,35 @@ def test_tokens_of_a_language_model_are_trained_and_replayed(tmp_path: Path) -> 
         digest = assert_consumed_once(running, run, steps=2, groups_per_step=GROUPS, group_size=SAMPLES)
         assert done.weights_digest == digest and audited(running, run)["whole"]
         assert replay(running, run)["same"]
+
+
+def evaluations(running: Mesh, run: str) -> dict[int, dict[str, float]]:
+    wanted = storage_pb2.EventFilter(run_id=run, kinds=["eval.finished"])
+    found = running.events.ListEvents(storage_pb2.ListEventsRequest(filter=wanted, page_size=100)).events
+    return {event.step: dict(event.metrics) for event in found}
+
+
+@pytest.mark.timeout(600)
+def test_evaluations_change_no_digest_and_agree_between_kinds_of_workers(reference: str, config: Path, tmp_path: Path) -> None:
+    """By a reserved worker next to the training, and by a worker between two steps. A gate reads
+    them."""
+    gate = ("gates.learned={when='eval/return > 0', action='promote'}",)
+    with mesh(tmp_path) as running:
+        found = []
+        for settings in ((*HOSTED, "engine.workers=3", "eval.workers=1"), gate):
+            run = running.submit(config, "eval.every_steps=4", *settings)
+            running.finish(run)
+            assert check(running, run) == reference
+            found.append(evaluations(running, run))
+        assert found[0] == found[1] and found[0].keys() == {0, 4, 8}
+        assert any("eval/return_low" in means for means in found[0].values())
+        for means in found[0].values():
+            low, high = means.get("eval/return_low", 0.0), means.get("eval/return_high", 60.0)  # absent if all are equal
+            assert low <= means["eval/return"] <= high
+            assert (means["eval/episodes"], means["eval/failed"], means["eval/steps"]) == (6, 0, means["eval/return"])
+        wanted = storage_pb2.EventFilter(run_id=run, kinds=["gate.fired"])
+        fired = running.events.ListEvents(storage_pb2.ListEventsRequest(filter=wanted, page_size=10)).events
+        assert [event.step for event in fired] == [4]
 
 
 def stopped(root: dict) -> bool:

@@ -21,7 +21,7 @@ def write_job(folder: Path, *, steps: int, tokens: bool = False) -> Path:
     """Write the policy, its environment, and the configuration, and return the path of that one.
     tokens: whether its actions are tokens of a language model."""
     script = ROOT / "examples" / "multistep" / "prepare.py"
-    shape = ["--observations", "4", "--actions", "2", "--chunk", "2", "--hidden", "8", "--episodes", "16"]
+    shape = ["--observations", "4", "--actions", "2", "--chunk", "2", "--hidden", "8", "--episodes", "16", "--held-out", "6"]
     shape = ["--limits", "2.4", "3", "0.21", "3", "--tokens", *shape] if tokens else shape
     subprocess.run([sys.executable, str(script), *shape, str(folder / "policy")], check=True, capture_output=True)
     (folder / "environments.py").write_text((ROOT / "examples" / "multistep" / "environments.py").read_text())
@@ -31,6 +31,7 @@ def write_job(folder: Path, *, steps: int, tokens: bool = False) -> Path:
 path = "policy"
 [data]
 train = "policy/episodes.jsonl"
+eval = "policy/heldout.jsonl"
 [sampling]
 group_size = {SAMPLES}
 [multistep]

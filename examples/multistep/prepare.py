@@ -3,8 +3,9 @@
     python examples/multistep/prepare.py --observations 4 --actions 2 --chunk 4 models/cartpole
     python examples/multistep/prepare.py --observations 3 --actions 1 --continuous models/pendulum
 
-writes the policy to the folder, and `episodes.jsonl` into it. With --tokens, actions are tokens of
-a language model: an untrained one, or the one in the folder --language-model:
+writes the policy to the folder, and the rows of `episodes.jsonl` and `heldout.jsonl` into it. With
+--tokens, actions are tokens of a language model: an untrained one, or the one in the folder
+--language-model:
 
     python examples/multistep/prepare.py --observations 4 --limits 2.4 3 0.21 3 --actions 2 --tokens models/cartpole-tokens
 """
@@ -69,6 +70,7 @@ if __name__ == "__main__":
     parser.add_argument("--action-values", action="store_true", help="a value of each action, for action_level")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--episodes", type=int, default=256, help="rows; the environment's seed differs in each epoch")
+    parser.add_argument("--held-out", type=int, default=32, help="rows of evaluations")
     parser.add_argument("--seed", type=int, default=0)
     tokens = parser.add_argument_group("actions as tokens of a language model")
     tokens.add_argument("--tokens", action="store_true")
@@ -97,4 +99,6 @@ if __name__ == "__main__":
     policy.save_pretrained(given.folder)
     rows = "".join(json.dumps({"episode": number}) + "\n" for number in range(given.episodes))
     (given.folder / "episodes.jsonl").write_text(rows)
+    held_out = "".join(json.dumps({"held_out": number}) + "\n" for number in range(given.held_out))
+    (given.folder / "heldout.jsonl").write_text(held_out)
     print(f"wrote a policy and {given.episodes} rows to {given.folder}")

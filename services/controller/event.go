@@ -180,6 +180,9 @@ func (r *reporter) evaluated(step uint64, m *weightsv1.WeightsManifest, all []an
 	for _, each := range all {
 		if each.suite == heldOut {
 			means = score(each.samples)
+			if r.cfg.GetMultistep() != nil {
+				means = returns(each.samples)
+			}
 			attributes["samples"] = r.shown(each.samples)
 			parts = append(parts, heldOutText(means))
 			continue
@@ -198,6 +201,9 @@ func (r *reporter) evaluated(step uint64, m *weightsv1.WeightsManifest, all []an
 }
 
 func heldOutText(means map[string]float64) string {
+	if text, ok := returnText(means); ok {
+		return text
+	}
 	reward, ok := means["eval/reward"]
 	if !ok {
 		return "no held-out prompt was scored"

@@ -23,11 +23,11 @@ from rollout_workers.multistep.channel import MemoryChannel
 from rollout_workers.multistep.encode import RecordedReceipts, encode_played
 from rollout_workers.multistep.engine import PolicyEngine
 from rollout_workers.multistep.episodes import EpisodeRank
-from rollout_workers.multistep.hosting import channels_of
+from rollout_workers.multistep.hosting import channels_of, rollout_ranks
 from rollout_workers.multistep.link import REPEAT_SECONDS, CommandLink, host_episodes
 from rollout_workers.multistep.player import ByRow, Played, Player
 from rollout_workers.multistep.policy import load_policy
-from rollout_workers.multistep.worker import MultiStepRolloutWorker
+from rollout_workers.multistep.worker import Mode, MultiStepRolloutWorker
 from rollout_workers.worker.spec import is_deterministic, model_directory
 
 ROW_INVALID = "ROW_INVALID"
@@ -54,7 +54,7 @@ def load(spec: WorkerSpec) -> Policy:
     folder = spec.initial_weights or model_directory(spec)
     policy: Any = load_policy(folder, device=str(devices_of(spec)[0]), trust_remote_code=config.multistep.trust_remote_code)
     policy.to(getattr(torch, config.model.dtype or "float32"))
-    slots = config.multistep.environments // max(1, config.engine.workers)
+    slots = config.multistep.environments // rollout_ranks(config)
     return Policy(PolicyEngine(policy, version=spec.initial_version, slots=slots), policy)
 
 
@@ -63,27 +63,28 @@ def turn_seconds(config: RunConfig) -> float:
     return config.multistep.chunk * config.environment.turn_timeout_seconds
 
 
-def receive_seconds(config: RunConfig) -> float:
+def receive_seconds(config: RunConfig, mode: Mode = "train") -> float:
     """How long a rollout rank waits for its environments. An environment worker limits a turn
     itself, and the scheduler replaces one that is lost or hangs."""
-    if config.multistep.environment_workers:
+    if config.multistep.environment_workers and mode == "train":
         return _FOREVER
     return 3 * turn_seconds(config)  # its environments may have to be replaced
 
 
-def worker_config(config: RunConfig, rank: int) -> dict[str, Any]:
-    """The config of :class:`MultiStepRolloutWorker` for one inference worker of a run."""
-    multistep, workers = config.multistep, max(1, config.engine.workers)
+def worker_config(config: RunConfig, rank: int, mode: Mode = "train") -> dict[str, Any]:
+    """The config of :class:`MultiStepRolloutWorker` for one inference worker of a run. In the mode
+    ``eval`` it has separate environments, as many as for training."""
+    multistep, workers = config.multistep, rollout_ranks(config)
+    ranks, total = multistep.environment_workers or workers, multistep.environments
+    if mode == "eval":
+        rank, workers, ranks, total = 0, 1, 1, total // workers
     return {
         "rollout": {
             "rank": rank,
             "world_size": workers,
-            "receive_timeout_seconds": receive_seconds(config),
+            "receive_timeout_seconds": receive_seconds(config, mode),
         },
-        "env": {
-            "world_size": multistep.environment_workers or workers,
-            "train": {"total_num_envs": multistep.environments, "auto_reset": True},
-        },
+        "env": {"world_size": ranks, **{each: {"total_num_envs": total, "auto_reset": True} for each in {"train", mode}}},
         "actor": {"model": {"num_action_chunks": multistep.chunk}},
         "algorithm": {
             "gamma": settings_of(config.algorithm.ppo).get("gamma", 1.0),
@@ -136,25 +137,32 @@ class PlayRunner:
 
     async def _group(self, task: Task) -> PlayedGroup:
         try:
-            seed_of_row, options = read_row(task.row_json)
-            wrong = ""
+            row: Row | str = read_row(task.row_json)
         except ValueError as error:
-            seed_of_row, options, wrong = None, None, str(error)
+            row = str(error)
 
         async def play(sample: int, seed: int) -> Played:
-            reset = {"seed": seed % _SEEDS if seed_of_row is None else seed_of_row, "options": options}
-            played = Played(task.key, sample, seed, reset)
-            if wrong:
-                played.result = Result(outcome="infra_failed", reason=ROW_INVALID, message=wrong)
-            else:
-                await self._player.play(played)
+            played = await play_row(self._player, task.key, sample, seed, row)
             self._sampled(task.key)
             return played
 
         return PlayedGroup(task, tuple(await asyncio.gather(*map(play, task.samples, task.seeds))))
 
 
-def read_row(row_json: bytes) -> tuple[int | None, dict[str, Any] | None]:
+Row = tuple[int | None, dict[str, Any] | None]
+"""The ``seed`` and the ``options`` of a row."""
+
+
+async def play_row(player: Player, key: str, sample: int, seed: int, row: Row | str) -> Played:
+    """Play an episode of a row. row: as :func:`read_row` returns it, or what is wrong with it."""
+    if isinstance(row, str):
+        return Played(key, sample, seed, {}, result=Result(outcome="infra_failed", reason=ROW_INVALID, message=row))
+    seed_of_row, options = row
+    reset = {"seed": seed % _SEEDS if seed_of_row is None else seed_of_row, "options": options}
+    return await player.play(Played(key, sample, seed, reset))
+
+
+def read_row(row_json: bytes) -> Row:
     """The ``seed`` and the ``options`` of a row, each None if the row has none. Raises
     ``ValueError`` that names what is wrong."""
     try:
@@ -191,26 +199,27 @@ class Playing:
     close: Callable[[], None]
 
 
-async def start_playing(spec: WorkerSpec, model: Policy, client: Client) -> Playing:
+async def start_playing(spec: WorkerSpec, model: Policy, client: Client, mode: Mode = "train") -> Playing:
     """Start to play: in the environments of the run's environment workers, or in those of this
-    worker, which are made. Raises the errors of ``maker``."""
+    worker, which are made. Evaluations are always in those of this worker. Raises the errors of
+    ``maker``."""
     config = spec.plan.config
-    rank = int(spec.worker_id.rpartition("-")[2])
-    worker = MultiStepRolloutWorker(worker_config(config, rank))
+    rank = int(spec.worker_id.rpartition("-")[2]) if mode == "train" else 0
+    worker = MultiStepRolloutWorker(worker_config(config, rank, mode))
     by_row = ByRow(model.policy) if is_deterministic(config) else None
     worker.init_worker(by_row or model.policy)
     close: Callable[[], None] = _nothing
     tasks: list[asyncio.Task[None]] = []
-    if config.multistep.environment_workers:
+    if config.multistep.environment_workers and mode == "train":
         commands, answers = channels_of(client, spec.run_id, spec.incarnation)
     else:
         hosted = await asyncio.to_thread(_environments, spec, model.engine.slots)
         close = hosted.close
         commands, answers = MemoryChannel(), MemoryChannel()
-        hosting = host_episodes(hosted, commands, answers, rank, rank, limit_seconds=turn_seconds(config))
+        hosting = host_episodes(hosted, commands, answers, rank, rank, limit_seconds=turn_seconds(config), mode=mode)
         tasks.append(asyncio.create_task(hosting, name="environments"))
-    link = CommandLink(commands, answers, rank, worker.settings.peers["train"], repeat_seconds=REPEAT_SECONDS)
-    player = Player(worker, link, model.engine, by_row=by_row)
+    link = CommandLink(commands, answers, rank, worker.settings.peers[mode], repeat_seconds=REPEAT_SECONDS, mode=mode)
+    player = Player(worker, link, model.engine, by_row=by_row, mode=mode)
     tasks.append(asyncio.create_task(player.run(), name="player"))
     return Playing(player, link.silent, tuple(tasks), close)
 

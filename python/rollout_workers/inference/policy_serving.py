@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from nats.aio.client import Client
 
@@ -15,17 +16,19 @@ from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.engines.base import Ids
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.pipeline import Pipeline
-from rollout_workers.inference.policy_sampling import PlayRunner, PlaySampler, Policy, start_playing, turn_seconds
+from rollout_workers.inference.policy_evaluation import PlayEvaluation
+from rollout_workers.inference.policy_sampling import Playing, PlayRunner, PlaySampler, Policy, start_playing, turn_seconds
 from rollout_workers.inference.puller import Puller, capacity
 from rollout_workers.inference.receipt import EngineReceipts
 from rollout_workers.inference.sampler import Outlet
 from rollout_workers.inference.throughput import Throughput
 from rollout_workers.multistep.engine import NoLanguageModel
+from rollout_workers.multistep.worker import Mode
 from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.worker.discovery import Services
 from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.publisher import Publisher
-from rollout_workers.worker.spec import Identity
+from rollout_workers.worker.spec import Identity, held_out_file
 from rollout_workers.worker.stream import WorkItem
 
 
@@ -74,23 +77,31 @@ async def open_pipeline(
     receipts: EngineReceipts,
     parts: Parts,
     cleanup: AsyncExitStack,
-) -> tuple[PolicyContext, Pipeline]:
-    """Make the environments and the pipeline of a worker. Raises ``EnvironmentChanged``, and the
-    errors of ``start_playing``."""
+) -> tuple[PolicyContext, Pipeline, PlayEvaluation | None]:
+    """Make the environments and the pipeline of a worker, and its evaluation, if the run has one.
+    Raises ``EnvironmentChanged``, and the errors of ``start_playing``."""
     config = spec.plan.config
     await Pinned(spec.plan.inputs, spec.base_dir, parts.lifecycle.crash, environment=True).verify_running()
-    playing = await start_playing(spec, model, parts.client)
-    cleanup.callback(playing.close)
-    for task in playing.tasks:
-        task.add_done_callback(lambda done: _crash(parts.lifecycle, done))
-        cleanup.callback(task.cancel)
+
+    async def play(mode: Mode) -> Playing:
+        playing = await start_playing(spec, model, parts.client, mode)
+        cleanup.callback(playing.close)
+        for task in playing.tasks:
+            task.add_done_callback(lambda done: _crash(parts.lifecycle, done))
+            cleanup.callback(task.cancel)
+        return playing
+
+    playing = await play("eval" if who.reserved else "train")
+    evaluation = None
+    if config.eval.every_steps and (rows := held_out_file(spec)):
+        evaluation = PlayEvaluation(rows, receipts, partial(play, "eval"), playing.player if who.reserved else None)
     context = PolicyContext(who, config, model, receipts, Throughput(model.engine.stats))
-    rows, size = model.engine.slots, config.sampling.group_size
-    puller = Puller(receipts, capacity=capacity(rows, size), slots=rows, group_size=size, prepare=_no_preparation)
+    slots, size = model.engine.slots, config.sampling.group_size
+    puller = Puller(receipts, capacity=capacity(slots, size), slots=slots, group_size=size, prepare=_no_preparation)
     outlet = Outlet(parts.publisher, parts.services, context.throughput, puller)
     runner = PlayRunner(playing.player, puller.sampled, playing.silent)
     sampler = PlaySampler(who, runner, receipts, outlet, parts.services, puller, config.limits.min_group_size)
-    return context, Pipeline(puller, sampler)
+    return context, Pipeline(puller, sampler, pulls=not who.reserved), evaluation
 
 
 def limits_of(config: RunConfig) -> Limits:

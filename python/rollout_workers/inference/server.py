@@ -25,6 +25,7 @@ from rollout_workers.worker.lifecycle import Lifecycle
 from rollout_workers.worker.status import RunMismatch
 
 if TYPE_CHECKING:
+    from rollout_workers.inference.policy_evaluation import PlayEvaluation
     from rollout_workers.inference.policy_serving import NoGeneration
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class InferenceServer(InferenceWorkerServiceServicer):
         self,
         context: ServedContext,
         generation: Generation | NoGeneration,
-        evaluation: Evaluation | None,
+        evaluation: Evaluation | PlayEvaluation | None,
         puller: Puller,
         in_flight: InFlight,
         lifecycle: Lifecycle,

@@ -129,7 +129,7 @@ async def run_inference_worker(
             from rollout_workers.inference import policy_serving as serving
 
             given = serving.Parts(client, publisher, services, lifecycle)
-            context, pipeline = await serving.open_pipeline(spec, who, model, receipts, given, cleanup)
+            context, pipeline, played = await serving.open_pipeline(spec, who, model, receipts, given, cleanup)
             pauses = Pauses(model.engine, pipeline.puller)
             in_flight = InFlight(
                 who,
@@ -139,9 +139,10 @@ async def run_inference_worker(
                 serving.limits_of(spec.plan.config),
                 speed=lambda: context.throughput.rates()[1],
                 version=lambda: receipts.version,
+                held_out=played.doing if played else list,
             )
             servicer = InferenceServer(
-                context, serving.NoGeneration(), None, pipeline.puller, in_flight, lifecycle, None, updates, pauses
+                context, serving.NoGeneration(), played, pipeline.puller, in_flight, lifecycle, None, updates, pauses
             )
             computes = "the policy chose no actions", model.engine.progress
         if _starts_paused(spec.plan.config) and not who.reserved:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 
 from nats.aio.client import Client
 
+from rollout.config.v1.run_config_pb2 import RunConfig
 from rollout.environments.acting import maker
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout_workers.multistep.channel import Channel
@@ -33,6 +34,12 @@ _GRACE_SECONDS = 2.0
 _SILENCE_SECONDS = 5.0
 
 
+def rollout_ranks(config: RunConfig) -> int:
+    """The inference workers that play for training: all but those that ``eval.workers`` reserves,
+    which are the last ones."""
+    return max(1, config.engine.workers - config.eval.workers)
+
+
 def ranks_of(spec: WorkerSpec, environ: Mapping[str, str] = os.environ) -> tuple[int, tuple[Peer, ...]]:
     """The environment rank of a worker, which is its number, and the rollout ranks that it is
     mapped to. There are ``multistep.environment_workers`` environment ranks, or ``WORLD_SIZE`` if
@@ -45,8 +52,8 @@ def ranks_of(spec: WorkerSpec, environ: Mapping[str, str] = os.environ) -> tuple
         raise SettingsInvalid(f"the worker {spec.worker_id!r} has no number", fix="call it environment-0")
     config, rank = spec.plan.config, int(number)
     try:
-        workers = max(1, config.engine.workers)
-        return rank, mapped_ranks(config.multistep.environments, world_size=int(given), peers=workers, rank=rank)
+        peers = rollout_ranks(config)
+        return rank, mapped_ranks(config.multistep.environments, world_size=int(given), peers=peers, rank=rank)
     except ValueError as error:
         raise SettingsInvalid(f"multistep.environments of WORLD_SIZE={given} environment workers: {error}") from error
 

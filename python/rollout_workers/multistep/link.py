@@ -22,7 +22,6 @@ from rollout_workers.multistep.ranks import Peer, channel_key
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MODE = "train"
 REPEAT_SECONDS = 1.0
 """How long a rollout rank waits for an answer before it sends its command again."""
 _MOST_REPEAT_SECONDS = 8.0
@@ -36,7 +35,16 @@ class CommandLink:
     are received, ``played`` and ``failures`` have what happened in them.
     """
 
-    def __init__(self, commands: Channel, answers: Channel, rank: int, peers: Sequence[Peer], *, repeat_seconds: float) -> None:
+    def __init__(
+        self,
+        commands: Channel,
+        answers: Channel,
+        rank: int,
+        peers: Sequence[Peer],
+        *,
+        repeat_seconds: float,
+        mode: str = "train",
+    ) -> None:
         """repeat_seconds: how long to wait for an answer before the command is sent again;
         doubled each time, up to 8 s."""
         self.resets: dict[int, Mapping[str, Any]] = {}
@@ -49,14 +57,14 @@ class CommandLink:
         self._sent: dict[str, tuple[str, dict[str, Any]]] = {}  # by key of the answers: key and command
         self._first: dict[str, int] = {}
         self._rows: dict[str, int] = {}
-        self._ranks = {channel_key(peer.rank, rank, MODE): peer.rank for peer in peers}
+        self._ranks = {channel_key(peer.rank, rank, mode): peer.rank for peer in peers}
         self._silent: dict[str, float] = {}  # by key of the answers: since when, seconds since 1970
         first = 0
         for peer in peers:
-            key = channel_key(peer.rank, rank, MODE)
+            key = channel_key(peer.rank, rank, mode)
             self._first[key], self._rows[key] = first, peer.rows
             first += peer.rows
-        self._out = {channel_key(rank, peer.rank, MODE): channel_key(peer.rank, rank, MODE) for peer in peers}
+        self._out = {channel_key(rank, peer.rank, mode): channel_key(peer.rank, rank, mode) for peer in peers}
 
     def silent(self) -> dict[int, float]:
         """The environment ranks that have not answered and show no life, and when the command was
@@ -122,7 +130,14 @@ class CommandLink:
 
 
 async def host_episodes(
-    rank: EpisodeRank, commands: Channel, answers: Channel, own: int, peer: int, *, limit_seconds: float = math.inf
+    rank: EpisodeRank,
+    commands: Channel,
+    answers: Channel,
+    own: int,
+    peer: int,
+    *,
+    limit_seconds: float = math.inf,
+    mode: str = "train",
 ) -> None:
     """Answer the commands of one rollout rank until cancelled. own: the environment rank. peer: the
     rollout rank.
@@ -134,7 +149,7 @@ async def host_episodes(
     try:
         while True:
             try:
-                command = await commands.get(channel_key(peer, own, MODE))
+                command = await commands.get(channel_key(peer, own, mode))
             except PeerLost:  # it may not have started, or another process takes its place
                 continue
             failures: dict[int, tuple[str, str]] = {}
@@ -153,7 +168,7 @@ async def host_episodes(
                     rank, replaced = await thread.call(rank.fresh), True
             if answer is not None:
                 answer["failures"].update(failures)  # also of a repeated answer
-                answers.put({**answer, "sender": command["sender"]}, channel_key(own, peer, MODE))
+                answers.put({**answer, "sender": command["sender"]}, channel_key(own, peer, mode))
     finally:
         thread.end()
         if replaced:

@@ -23,7 +23,7 @@ from rollout_workers.multistep.episodes import LOST, TIMEOUT
 from rollout_workers.multistep.errors import BatchInvalid, EnvironmentSilent
 from rollout_workers.multistep.link import CommandLink
 from rollout_workers.multistep.policy import Policy, Prediction
-from rollout_workers.multistep.worker import MultiStepRolloutWorker
+from rollout_workers.multistep.worker import Mode, MultiStepRolloutWorker
 
 log = logging.getLogger(__name__)
 
@@ -157,16 +157,27 @@ class Player:
     """Plays the episodes that ``play`` is called for. ``run`` must run; all methods belong to one
     event loop."""
 
-    def __init__(self, worker: MultiStepRolloutWorker, link: CommandLink, engine: PolicyEngine, *, by_row: ByRow | None) -> None:
+    def __init__(
+        self,
+        worker: MultiStepRolloutWorker,
+        link: CommandLink,
+        engine: PolicyEngine,
+        *,
+        by_row: ByRow | None,
+        mode: Mode = "train",
+    ) -> None:
         """worker: with the policy, or with ``by_row`` if equal episodes must have equal bits. Its
-        peers in the mode ``train`` are those of ``link``."""
+        peers in the mode are those of ``link``. mode: with ``eval`` the most likely actions are
+        taken, and episodes have no tensors."""
         self._worker, self._link, self._engine, self._by_row = worker, link, engine, by_row
+        self._mode: Mode = mode
         self._rows: list[Played | None] = [None] * engine.slots
         self._waiting: deque[Played] = deque()
         self._ended: dict[Played, asyncio.Future[None]] = {}
         self._wake = asyncio.Event()
         self._over: list[int] = []  # rows whose episode ended without their environment's knowledge
-        engine.counts = self._counts
+        if mode == "train":
+            engine.counts = self._counts
 
     async def play(self, episode: Played) -> Played:
         """Play an episode to its end. A cancelled call stops it."""
@@ -217,14 +228,14 @@ class Player:
         if acting and batch is not None:
             self._seed(acting)
             observations = batch["obs"]
-            (chosen, prediction), version = await self._engine.act(lambda: worker.predict(observations))
+            (chosen, prediction), version = await self._engine.act(lambda: worker.predict(observations, self._mode))
         link.begin()
         link.resets, link.ended, self._over = resets, self._over, []
         if prediction is None:
             link.send_resets()
         else:
-            worker.send_chunk_actions(link, chosen)
-        received = await worker.recv_env_output(link)
+            worker.send_chunk_actions(link, chosen, self._mode)
+        received = await worker.recv_env_output(link, self._mode)
         if prediction is not None:
             await self._record(received, prediction, version, acting)
         for row, (reason, message) in link.failures.items():
@@ -237,23 +248,9 @@ class Player:
             self._by_row.wanted = {row: _mixed(e.seed, len(e.chunks)) for row, e in episodes if e is not None}
 
     async def _record(self, received: dict[str, Any], prediction: Prediction, version: int, acting: Sequence[int]) -> None:
-        worker, played = self._worker, torch.cat(self._link.played)
-        ended = received["dones"].any(-1)
-        if ended.any():  # the policy may have to value the last observations
-            (dones, rewards), _ = await self._engine.act(lambda: worker.get_dones_and_rewards(received))
-        else:
-            dones, rewards = received["dones"], received["rewards"]
-        assert rewards is not None
-        truncated = received["truncations"].any(-1)
-        inputs, logprobs, values = (prediction.get(key) for key in ("forward_inputs", "prev_logprobs", "prev_values"))
-        if not isinstance(inputs, dict) or not isinstance(logprobs, Tensor) or not isinstance(values, Tensor):
-            raise BatchInvalid(
-                "the policy must return `prev_logprobs`, `prev_values`, and `forward_inputs`",
-                fix="docs/multistep.md lists what a policy returns",
-            )
-        tensors = {f"inputs.{name}": tensor for name, tensor in inputs.items()}
-        tensors |= {"logprobs": logprobs, "values": values, "rewards": rewards, "dones": dones, "played": played}
-        turn, own = _shared({**tensors, "earned": received["rewards"]})
+        played, ended, truncated = torch.cat(self._link.played), received["dones"].any(-1), received["truncations"].any(-1)
+        tensors = await self._trained(received, prediction) if self._mode == "train" else {}
+        turn, own = _shared({**tensors, "played": played, "earned": received["rewards"]})
         steps, over, cut = played.sum(-1).tolist(), ended.tolist(), truncated.tolist()
         for row in acting:
             episode = self._rows[row]
@@ -262,17 +259,32 @@ class Player:
             episode.chunks.append((turn, row, {name: tensor[row].clone() for name, tensor in own.items()}))
             episode.versions.append(version)
             episode.steps += steps[row]
-            self._engine.played += steps[row]
+            self._engine.played += steps[row] if self._mode == "train" else 0
             if over[row]:
                 self._rows[row] = None
                 self._end(episode, cut[row])
+
+    async def _trained(self, received: dict[str, Any], prediction: Prediction) -> dict[str, Tensor]:
+        """What the learner needs of a turn, of all rows."""
+        worker, dones, rewards = self._worker, received["dones"], received["rewards"]
+        if dones.any():  # the policy may have to value the last observations
+            (dones, rewards), _ = await self._engine.act(lambda: worker.get_dones_and_rewards(received))
+        assert rewards is not None
+        inputs, logprobs, values = (prediction.get(key) for key in ("forward_inputs", "prev_logprobs", "prev_values"))
+        if not isinstance(inputs, dict) or not isinstance(logprobs, Tensor) or not isinstance(values, Tensor):
+            raise BatchInvalid(
+                "the policy must return `prev_logprobs`, `prev_values`, and `forward_inputs`",
+                fix="docs/multistep.md lists what a policy returns",
+            )
+        tensors = {f"inputs.{name}": tensor for name, tensor in inputs.items()}
+        return tensors | {"logprobs": logprobs, "values": values, "rewards": rewards, "dones": dones}
 
     def _end(self, episode: Played, truncated: bool) -> None:
         shared, _, own = episode.chunks[0]
         stacked = {name: torch.from_numpy(np.stack([turn[name][row] for turn, row, _ in episode.chunks])) for name in shared}
         stacked |= {name: torch.stack([each[name] for _, _, each in episode.chunks]) for name in own}
         earned = stacked.pop("earned")
-        episode.tensors, episode.chunks = stacked, []
+        episode.tensors, episode.chunks = stacked if self._mode == "train" else {}, []
         outcome = "truncated" if truncated else "completed"
         episode.result = Result(reward=float(earned.double().sum()), metrics={"steps": float(episode.steps)}, outcome=outcome)
         self._finish(episode)
@@ -290,7 +302,7 @@ class Player:
         self._finish(episode)
 
     def _fail_all(self, reason: str, message: str) -> None:
-        self._worker.drop_received()
+        self._worker.drop_received(self._mode)
         for row, episode in enumerate(self._rows):
             if episode is not None:
                 self._failed(row, reason, message)

@@ -28,7 +28,7 @@ from rollout_workers.multistep.encode import encode_played, from_message, to_mes
 from rollout_workers.multistep.engine import NoLanguageModel, PolicyEngine
 from rollout_workers.multistep.episodes import EpisodeRank
 from rollout_workers.multistep.errors import BatchInvalid
-from rollout_workers.multistep.link import MODE, CommandLink, host_episodes
+from rollout_workers.multistep.link import CommandLink, host_episodes
 from rollout_workers.multistep.player import ByRow, Played, Player, _shared
 from rollout_workers.multistep.ranks import Peer, channel_key
 from rollout_workers.multistep.trainer import PolicyTrainer, chunks_of, loss_of
@@ -530,7 +530,7 @@ async def test_a_command_that_no_process_takes_is_repeated_without_filling_the_c
     link.begin()
     link.resets = {row: {"seed": row} for row in range(4)}
     link.send_resets()
-    received = asyncio.create_task(link.get(channel_key(0, 0, MODE)))
+    received = asyncio.create_task(link.get(channel_key(0, 0, "train")))
     await asyncio.sleep(0.2)
     assert not received.done()
     host = asyncio.create_task(host_episodes(EpisodeRank(Count, rows=4, chunk=2, most_steps=9), commands, answers, 0, 0))

@@ -77,6 +77,8 @@ func (r *checker) measured(field, metric string) bool {
 		return conflict("the run has no evaluations", "write `every_steps = 10` in [eval], and `eval` in [data]")
 	case metric == "eval/reward" && algorithm.TeachesHeldOut(r.Config):
 		return conflict("evaluations of this run measure the loss of held-out rows", "write `eval/loss`")
+	case (metric == "eval/reward" || metric == "eval/loss") && r.Config.GetMultistep() != nil:
+		return conflict("evaluations of this run measure returns", "write `eval/return`")
 	case metric == "eval/loss" && !algorithm.TeachesHeldOut(r.Config):
 		return conflict("evaluations of this run measure rewards", "write `eval/reward`")
 	case (metric == "reward/mean" || metric == "reward/std") && !sampled:

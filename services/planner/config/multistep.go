@@ -42,9 +42,16 @@ var multistepRules = []traitRule{
 		func(c *configv1.RunConfig) bool { return c.GetTrain().GetRanks() > 1 },
 	),
 	whereMultistep(
-		"run_config.multistep_eval", "`eval.every_steps` must be 0 with `[multistep]`: `reward/mean` is the mean return of the episodes of a step",
-		[]string{"eval.every_steps", "multistep"},
-		func(c *configv1.RunConfig) bool { return c.GetEval().GetEverySteps() > 0 },
+		"run_config.multistep_eval", "`eval.every_steps` needs `data.eval` with `[multistep]`: each of its rows is an episode",
+		[]string{"eval.every_steps", "data.eval"},
+		func(c *configv1.RunConfig) bool {
+			return c.GetEval().GetEverySteps() > 0 && c.GetData().GetEval() == ""
+		},
+	),
+	whereMultistep(
+		"run_config.multistep_suites", "`[eval.suites.*]` must be absent with `[multistep]`: evaluations play the episodes of `data.eval`",
+		[]string{"eval.suites", "multistep"},
+		func(c *configv1.RunConfig) bool { return len(c.GetEval().GetSuites()) > 0 },
 	),
 	whereMultistep(
 		"run_config.multistep_kl", "`algorithm.ppo.kl_coefficient` must be 0 with `[multistep]`: no initial policy is loaded",
@@ -81,10 +88,11 @@ var multistepRules = []traitRule{
 		},
 	),
 	whereMultistep(
-		"run_config.multistep_environments", "`multistep.environments` must be a multiple of `engine.workers`",
-		[]string{"multistep.environments", "engine.workers"},
+		"run_config.multistep_environments", "`multistep.environments` must be a multiple of `engine.workers`, without those of `eval.workers`",
+		[]string{"multistep.environments", "engine.workers", "eval.workers"},
 		func(c *configv1.RunConfig) bool {
-			return c.GetMultistep().GetEnvironments()%max(1, c.GetEngine().GetWorkers()) != 0
+			workers, reserved := max(1, c.GetEngine().GetWorkers()), c.GetEval().GetWorkers()
+			return reserved < workers && c.GetMultistep().GetEnvironments()%(workers-reserved) != 0
 		},
 	),
 	whereMultistep(
@@ -113,6 +121,7 @@ var idleMultistep = []struct {
 		"engine.max_model_len", "model.chat_family", "environment.max_turns", "environment.max_episode_tokens",
 		"algorithm.ppo.overlong_share", "algorithm.ppo.overlong_penalty",
 	}},
+	{"evaluations take the most likely actions", []string{"eval.temperature"}},
 	{"no group is replaced", []string{"sampling.refill_rounds", "sampling.refill_shortfall"}},
 	{"`multistep.environments` are played at once", []string{"engine.slots", "environment.concurrency"}},
 	{"the environment is `multistep.environment`", []string{

@@ -69,8 +69,23 @@ func TestMultistepRules(t *testing.T) {
 			}
 		}
 	}
-	if found := read(t, text, `data.eval="e"`, "eval.every_steps=1").Sorted(); len(found) != 1 || !strings.Contains(found[0].GetMessage(), "`eval.every_steps` must be 0 with `[multistep]`") {
-		t.Error(found)
+	for want, set := range map[string][]string{
+		"": {`data.eval="e"`, "eval.every_steps=1", "eval.workers=1", "engine.workers=2", `gates.a={when="eval/return_low >= 3", action="stop"}`},
+		"`eval.every_steps` needs `data.eval` with `[multistep]`":                    {"eval.every_steps=1"},
+		"`[eval.suites.*]` must be absent with `[multistep]`":                        {`data.eval="e"`, "eval.every_steps=1", "eval.suites.a.samples=2"},
+		"`eval.temperature` has no effect with `[multistep]`: evaluations take":      {`data.eval="e"`, "eval.every_steps=1", "eval.temperature=0.5"},
+		"must be a multiple of `engine.workers`, without those of `eval.workers`":    {`data.eval="e"`, "eval.every_steps=1", "eval.workers=1", "engine.workers=4"},
+		"reads `eval/reward`, but evaluations of this run measure returns":           {`data.eval="e"`, "eval.every_steps=1", `snapshot.best="eval/reward"`},
+		"reads `eval/loss`, but evaluations of this run measure returns":             {`data.eval="e"`, "eval.every_steps=1", `gates.a={when="eval/loss < 3", action="stop"}`},
+		"takes a snapshot after an evaluation, but with `eval.workers` the learner ": {`data.eval="e"`, "eval.every_steps=1", "eval.workers=1", "engine.workers=2", `snapshot.best="eval/return"`},
+	} {
+		found := read(t, text, set...).Sorted()
+		if want == "" && len(found) == 0 {
+			continue
+		}
+		if len(found) != 1 || want == "" || !strings.Contains(found[0].GetMessage(), want) || found[0].GetFix() == "" {
+			t.Errorf("%s: got %v, want %q", set, found, want)
+		}
 	}
 	if found := read(t, text, `multistep.reward_type="action_level"`, `multistep.logprob_type="chunk_level"`).Sorted(); len(found) != 1 || !strings.Contains(found[0].GetMessage(), "must not be \"chunk_level\" with `reward_type") || found[0].GetFix() == "" {
 		t.Error(found)

@@ -157,7 +157,7 @@ var traitRules = append(multistepRules, []traitRule{
 		[]string{"eval.every_steps", "data.eval", "reward", "environment.kind"},
 		func(c *configv1.RunConfig, _ *configv1.AlgorithmTraits) bool {
 			rows := c.GetData().GetEval() != "" || len(suite.InRun(c)) > 0
-			return c.GetEval().GetEverySteps() > 0 && !algorithm.External(c) && (!rows || !algorithm.Rewarded(c) && !algorithm.FromData(c))
+			return c.GetEval().GetEverySteps() > 0 && c.GetMultistep() == nil && !algorithm.External(c) && (!rows || !algorithm.Rewarded(c) && !algorithm.FromData(c))
 		},
 	},
 	{
