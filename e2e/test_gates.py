@@ -163,9 +163,26 @@ pass_score = 0.5
 data = "held.jsonl"
 reward = {{ expression = "double(size(completion))" }}
 
+[eval.suites.chat]
+data = "held.jsonl"
+samples = 2
+metrics = ["win_rate"]
+baseline = "base.jsonl"
+reward = {{ plugin = "judge.py:longer" }}
+
 [gates.answers]
 when = "eval/letters/pass@3 >= 0"
 action = "stop"
+
+[gates.wins]
+when = "eval/chat/win_rate >= 0.5"
+action = "stop"
+"""
+
+JUDGE = """
+def longer(samples):
+    assert all(sample.row["baseline"] == sample.prompt[5] for sample in samples)
+    return [0.5 + 0.5 * (len(sample.completion) > 1) for sample in samples]
 """
 
 
@@ -175,7 +192,11 @@ def test_suites_of_a_run_are_evaluated_and_judged_also_across_a_kill(tmp_path: P
     job = Job(tmp_path / "job", steps=30, workers=2, snapshot=20)
     path = job.write()
     path.write_text(path.read_text() + SUITES.format(workers=f"workers = {workers}" if workers else ""))
-    (job.folder / "held.jsonl").write_text("".join(json.dumps({"prompt": f"held {n}:"}) + "\n" for n in range(4)))
+    rows = [{"prompt": f"held {n}:"} for n in range(4)]
+    (job.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answered = ({"row": n, "completion": str(n), "data": row} for n, row in enumerate(rows))
+    (job.folder / "base.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answered))
+    (job.folder / "judge.py").write_text(JUDGE)
     with (job.folder / "reward.py").open("a") as file:
         file.write(HELD)
     held = job.folder / "held"
@@ -193,7 +214,8 @@ def test_suites_of_a_run_are_evaluated_and_judged_also_across_a_kill(tmp_path: P
         held.unlink()
         finish(running, run)
         assert running.status(run).run.reason == "STOPPED_BY_GATE"
-        assert {event.step for event in events(running, run, "gate.fired")} == {4}
+        fired = events(running, run, "gate.fired")
+        assert sorted((event.attributes["gate"], event.step) for event in fired) == [("answers", 4), ("wins", 4)]
         first, second = events(running, run, "eval.finished")[:2]
         assert (first.step, second.step) == (0, 4)
         for event in (first, second):
@@ -201,7 +223,9 @@ def test_suites_of_a_run_are_evaluated_and_judged_also_across_a_kill(tmp_path: P
             assert event.metrics["eval/letters/pass@3"] >= event.metrics["eval/letters/pass@1"] >= 0
             assert event.metrics["eval/words/samples"] == 4 and event.metrics["eval/words/mean"] > 0
             assert "eval/reward" not in event.metrics, "there are no other held-out rows"
-            letters, words = json.loads(event.attributes["suites"])
+            assert (event.metrics["eval/chat/samples"], event.metrics["eval/chat/failed"]) == (8, 0)
+            assert 0.5 <= event.metrics["eval/chat/win_rate"] <= 1
+            _, letters, words = json.loads(event.attributes["suites"])
             assert (letters["suite"], words["suite"], letters["rows"]) == ("letters", "words", 4)
             assert all(
                 metric["low"] <= metric["value"] <= metric["high"] for metric in letters["metrics"] if metric["low"] is not None

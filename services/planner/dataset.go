@@ -1,6 +1,7 @@
 package planner
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -52,9 +53,14 @@ func (d *dataCheck) readSuites(prepared map[string]preparedRows) error {
 	d.suites = map[string]*input.Dataset{}
 	read := map[string]*input.Dataset{}
 	for _, name := range suite.InRun(d.config) {
-		path := d.config.GetEval().GetSuites()[name].GetData()
+		path, compared := d.config.GetEval().GetSuites()[name].GetData(), d.config.GetEval().GetSuites()[name].Baseline != nil
 		data, known := read[path]
 		switch {
+		case compared:
+			var err error
+			if data, err = d.comparedRows(name, prepared); err != nil {
+				return err
+			}
 		case path == "":
 			data = d.eval
 		case !known:
@@ -75,6 +81,21 @@ func (d *dataCheck) readSuites(prepared map[string]preparedRows) error {
 	return nil
 }
 
+// comparedRows reads the rows of a suite with the completions of its baseline; nil if they could
+// not be prepared, which was reported. In the plan they have the name of the key of the baseline.
+func (d *dataCheck) comparedRows(name string, prepared map[string]preparedRows) (*input.Dataset, error) {
+	field := suiteField(name)
+	if _, made := prepared[field]; !made {
+		return nil, nil
+	}
+	path := cmp.Or(d.config.GetEval().GetSuites()[name].GetData(), d.config.GetData().GetEval())
+	data, err := d.dataset(field, path, prepared, planv1.InputRole_INPUT_ROLE_SUITE_DATA)
+	if data != nil {
+		d.pinned[data].Path = baselineField(name)
+	}
+	return data, err
+}
+
 // clustered reports a suite whose first rows lack the field of related rows.
 func (d *dataCheck) clustered(name, field string, data *input.Dataset) {
 	for i, row := range data.First {
@@ -90,17 +111,25 @@ func (d *dataCheck) clustered(name, field string, data *input.Dataset) {
 // suiteField is the key of the rows of a suite.
 func suiteField(name string) string { return "eval.suites." + name + ".data" }
 
+// baselineField is the key of the completions to compare with, and the name of such rows in a plan.
+func baselineField(name string) string { return "eval.suites." + name + ".baseline" }
+
 // suiteOf is the suite whose rows a key sets.
 func suiteOf(field string) (name string, found bool) {
 	name, found = strings.CutPrefix(field, "eval.suites.")
 	return strings.TrimSuffix(name, ".data"), found
 }
 
-// suiteFields are the keys of the rows of suites that the run evaluates, one for each path.
+// suiteFields are the keys of the rows of suites that the run evaluates, one for each path, and for
+// each suite with a baseline.
 func suiteFields(config *configv1.RunConfig) []string {
 	var fields, paths []string
 	for _, name := range suite.InRun(config) {
-		if path := config.GetEval().GetSuites()[name].GetData(); path != "" && !slices.Contains(paths, path) {
+		s := config.GetEval().GetSuites()[name]
+		switch path := s.GetData(); {
+		case s.Baseline != nil:
+			fields = append(fields, suiteField(name))
+		case path != "" && !slices.Contains(paths, path):
 			fields, paths = append(fields, suiteField(name)), append(paths, path)
 		}
 	}

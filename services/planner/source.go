@@ -70,6 +70,7 @@ func (d *sourceCheck) fetch(ctx context.Context) error {
 		fields = append(fields, field)
 		request.Data = append(request.Data, probe.Data{
 			BaseDir: d.files.baseDir, Output: output, Seed: d.config.GetSeed(), Until: d.config.GetData().GetMixUntil(), Sources: sources,
+			Baseline: d.baseline(field),
 		})
 	}
 	for field, path := range d.modelPaths() {
@@ -131,13 +132,18 @@ func (d *sourceCheck) sources(field string) []probe.Source {
 		return out
 	}
 	path, subset, split := data.GetTrain(), data.GetSubset(), data.GetTrainSplit()
-	if name, found := suiteOf(field); found {
+	name, ofSuite := suiteOf(field)
+	compared := ofSuite && d.config.GetEval().GetSuites()[name].Baseline != nil
+	if compared && !d.comparable(name) {
+		return nil
+	}
+	if ofSuite {
 		path, split = d.config.GetEval().GetSuites()[name].GetData(), data.GetEvalSplit()
 		if repository(path) != repository(data.GetTrain()) {
 			subset = ""
 		}
 	}
-	if field == "data.eval" {
+	if field == "data.eval" || compared && path == "" {
 		path, split = data.GetEval(), data.GetEvalSplit()
 		if repository(path) != repository(data.GetTrain()) {
 			subset = ""
@@ -146,10 +152,37 @@ func (d *sourceCheck) sources(field string) []probe.Source {
 			subset = data.GetEvalSubset()
 		}
 	}
-	if !d.files.converted(path) || !d.findings.Readable(field) {
+	if !d.files.converted(path) && !compared || !d.findings.Readable(field) {
 		return nil
 	}
 	return []probe.Source{d.source(path, subset, split)}
+}
+
+// comparable reports whether rows and baseline of a suite are there, and reports files that are
+// not.
+func (d *sourceCheck) comparable(name string) bool {
+	s, field := d.config.GetEval().GetSuites()[name], suiteField(name)
+	path := s.GetData()
+	if path == "" {
+		path = d.config.GetData().GetEval()
+		if path == "" || !d.files.converted(path) && !isFile(d.files.resolve(path)) { // reported at `data.eval`
+			return false
+		}
+	} else if !d.files.converted(path) && !d.files.exists(field, path, false) {
+		return false
+	}
+	baseline := baselineField(name)
+	return d.findings.Readable(baseline) && d.files.exists(baseline, s.GetBaseline(), false)
+}
+
+// baseline has the completions to compare with of the rows of a key; nil: none.
+func (d *sourceCheck) baseline(field string) *probe.Baseline {
+	name, _ := suiteOf(field)
+	s := d.config.GetEval().GetSuites()[name]
+	if s.GetBaseline() == "" {
+		return nil
+	}
+	return &probe.Baseline{Path: s.GetBaseline(), Limit: s.GetLimit()}
 }
 
 func (d *sourceCheck) source(path, subset, split string) probe.Source {
@@ -157,7 +190,7 @@ func (d *sourceCheck) source(path, subset, split string) probe.Source {
 	source := probe.Source{Path: path, Subset: subset, Split: split}
 	for _, in := range d.pinned {
 		for _, old := range in.GetSources() {
-			if old.GetRevision() != "" && old.GetPath() == repository(path) && (path == repository(path) || in.GetPath() == path || in.GetPath() == mixed) {
+			if old.GetRevision() != "" && old.GetPath() == repository(path) && (path == repository(path) || in.GetPath() == path || in.GetPath() == mixed || in.GetRole() == planv1.InputRole_INPUT_ROLE_SUITE_DATA) {
 				source.Revision = old.GetRevision()
 			}
 		}
@@ -247,7 +280,10 @@ func (f *files) keepRows(file string) (digest string, size int64, err error) {
 
 func (d *sourceCheck) rowsAnswer(field, output string, answer probe.DataAnswer) error {
 	if answer.Error != nil {
-		if answer.Source != "" {
+		switch name, ofSuite := suiteOf(field); {
+		case ofSuite && answer.Source == probe.BaselineSource:
+			field = baselineField(name)
+		case answer.Source != "":
 			field = mixed + "." + answer.Source + ".path"
 		}
 		d.findings.problems.Add(d.files.pythonProblem(answer.Error, field))

@@ -31,6 +31,12 @@ class BadSource(SourceError):
     reason: ClassVar[str] = "BAD_ROW"
 
 
+class BadBaseline(SourceError):
+    """The completions to compare with are of other rows."""
+
+    reason: ClassVar[str] = "BASELINE_INVALID"
+
+
 class LibraryMissing(SourceError):
     """A library for a format or for the hub is not installed."""
 

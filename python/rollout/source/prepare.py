@@ -11,6 +11,10 @@ Answer::
     {"rows": 9500, "sources": [{"name": "math", "path": "data/*.parquet", "revision": "", "subset": "", "split": "",
                                 "rows": 9500, "taken": 9500, "files": ["/.../data/1.parquet"]}]}
 
+``baseline``, if it is there, is ``{"path": "base/chat.parquet", "limit": 0}``: completions that the
+rows get (:mod:`rollout.source.baseline`), of which the first ``limit`` stay; 0: all. It is another
+source of the answer, with the name ``baseline``.
+
 ``revision`` pins a data set of the hub to the commit of an older plan. ``booleans`` and ``numbers``
 are fields that formats without types (CSV) have as texts.
 """
@@ -25,6 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollout.source import files, hub, mixture
+from rollout.source.baseline import FIELD, with_baseline
 from rollout.source.errors import BadSource, SourceError, SourceRefused
 from rollout.source.formats import ending_of, read_file, to_json
 
@@ -153,7 +158,7 @@ def prepare(request: Json, plugins: Plugins | None = None) -> Json:
     finally:
         for part in parts:
             part.unlink(missing_ok=True)
-    entries = [
+    entries: list[Json] = [
         {
             "name": one.source.name, "path": hub.parts_of(one.source.path)[0] if one.commit else one.source.path,
             "revision": one.commit, "subset": one.source.subset, "split": one.split, "rows": have, "taken": count,
@@ -161,8 +166,27 @@ def prepare(request: Json, plugins: Plugins | None = None) -> Json:
         }
         for one, have, count in zip(opened, counted, taken, strict=True)
     ]  # fmt: skip
+    if given := request.get("baseline"):
+        entries.append(_compare(output, given, request["base_dir"]))
+        taken = [entries[-1]["taken"]]
     packages = [found for one in opened if one.plugins and (found := one.plugins.package_of_source(one.source.path))]
     return {"rows": sum(taken), "sources": entries, "plugins": packages}
+
+
+def _compare(output: Path, baseline: Json, base_dir: str) -> Json:
+    """Give the rows of a file the completions of a baseline, and describe it. Raises
+    :class:`SourceRefused`."""
+    path = os.path.join(base_dir, baseline["path"])
+    rows = output.read_bytes().splitlines()[: baseline["limit"] or None]
+    try:
+        joined = with_baseline(rows, path)
+    except SourceError as error:
+        raise SourceRefused(error, FIELD) from error
+    output.write_bytes(b"".join(row + b"\n" for row in joined))
+    return {
+        "name": FIELD, "path": baseline["path"], "revision": "", "subset": "", "split": "", "rows": len(rows),
+        "taken": len(rows), "files": [path],
+    }  # fmt: skip
 
 
 def _write(opened: Opened, output: Path) -> int:

@@ -39,12 +39,6 @@ class BadDataset(BatchError):
     reason: ClassVar[str] = "BAD_ROW"
 
 
-class BadBaseline(BatchError):
-    """The completions to compare with are of other rows."""
-
-    reason: ClassVar[str] = "BASELINE_INVALID"
-
-
 class BadPrompt(BatchError):
     """Some rows don't give a prompt, or give one that is too long."""
 

@@ -24,9 +24,9 @@ from rollout.errors import RolloutError
 from rollout.plugin import RewardError
 from rollout.run.v1.run_pb2 import WorkerSpec
 from rollout.source import hub
-from rollout.source.errors import BadSource, SourceError
+from rollout.source.baseline import with_baseline
+from rollout.source.errors import BadBaseline, BadSource, SourceError
 from rollout_workers.offline import output, scores
-from rollout_workers.offline.baseline import with_baseline
 from rollout_workers.offline.dataset import Dataset, library, read_rows
 from rollout_workers.offline.errors import (
     EXIT_DATA,
@@ -60,7 +60,7 @@ def infer(path: str) -> int:
     except BatchError as error:
         return _failed(error, error.code)
     except SourceError as error:
-        return _failed(error, EXIT_DATA if isinstance(error, BadSource) else EXIT_NO_INPUT)
+        return _failed(error, EXIT_DATA if isinstance(error, BadSource | BadBaseline) else EXIT_NO_INPUT)
     except (RewardError, WeightsIncomplete) as error:
         return _failed(error, EXIT_DATA)
     except Exception as error:

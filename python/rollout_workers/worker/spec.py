@@ -163,7 +163,8 @@ def resolve(spec: WorkerSpec, path: str) -> str:
 
 def suite_file(spec: WorkerSpec, suite: str) -> str:
     """The file of a suite's rows (JSON Lines)."""
-    path = spec.plan.config.eval.suites[suite].data
+    config = spec.plan.config.eval.suites[suite]
+    path = f"eval.suites.{suite}.baseline" if config.baseline else config.data
     if not path:
         return held_out_file(spec)
     for item in spec.plan.inputs:

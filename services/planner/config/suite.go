@@ -110,9 +110,6 @@ func (r *checker) suiteOfRun(s *configv1.EvalSuiteConfig, one *configv1.RunConfi
 	if s.Environment != nil {
 		conflict("environment", "is for `rollout eval` only: evaluations of a run take place in its own [environment]", apart)
 	}
-	if s.Baseline != nil {
-		conflict("baseline", "is for `rollout eval` only", apart)
-	}
 	switch {
 	case s.Reward == nil || s.Environment != nil:
 	case algorithm.EnvironmentRewards(r.Config):

@@ -146,6 +146,10 @@ func TestSuitesOfARun(t *testing.T) {
 		},
 		{"[eval.suites.sums]\nkind = \"inspect_ai\"\ntasks = [\"sums.py\"]\n", "", ""},
 		{
+			"[eval.suites.chat]\ndata = \"a.jsonl\"\nmetrics = [\"win_rate\"]\nbaseline = \"base/chat.parquet\"\n" + gate("eval/chat/win_rate"),
+			"eval.every_steps=2", "",
+		},
+		{
 			sums + "reward = { model = { path = \"judge\" } }\n", "eval.every_steps=2",
 			"run.toml:24 CONFLICT eval.suites.sums.reward `eval.suites.sums.reward` has a reward model, which evaluations of a run can have in [reward] only; " +
 				"use the model in [reward], or move the suite to another file, for `rollout eval --suite FILE`",

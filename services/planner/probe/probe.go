@@ -43,12 +43,23 @@ type Request struct {
 // Data asks for the rows of one or several sources in one JSON Lines file. Until is
 // `data.mix_until`.
 type Data struct {
-	BaseDir string   `json:"base_dir"`
-	Output  string   `json:"output"`
-	Seed    uint64   `json:"seed"`
-	Until   string   `json:"until"`
-	Sources []Source `json:"sources"`
+	BaseDir  string    `json:"base_dir"`
+	Output   string    `json:"output"`
+	Seed     uint64    `json:"seed"`
+	Until    string    `json:"until"`
+	Sources  []Source  `json:"sources"`
+	Baseline *Baseline `json:"baseline,omitempty"` // nil: the rows have no completions to compare with
 }
+
+// Baseline has the completions that the rows get. The first Limit rows stay; 0: all. In the answer
+// it is a source with the name BaselineSource.
+type Baseline struct {
+	Path  string `json:"path"`
+	Limit uint64 `json:"limit"`
+}
+
+// BaselineSource is the name of a baseline among the sources of rows.
+const BaselineSource = "baseline"
 
 // Source is a source of rows. Revision pins a data set of the hub to the commit of an older plan.
 // Rename maps its fields to those of the configuration. Booleans and Numbers are fields that

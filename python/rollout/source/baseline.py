@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.source.prepare import Source, open_source
-from rollout_workers.offline.errors import BadBaseline
+from rollout.source.errors import BadBaseline
+from rollout.source.formats import read_file
 
 FIELD = "baseline"
 
@@ -16,7 +16,7 @@ def with_baseline(rows: Sequence[bytes], path: str) -> list[bytes]:
     """The rows, each with the first completion that the output at ``path`` has for it. Raises
     :class:`BadBaseline`, ``SourceError``."""
     completions: dict[int, tuple[dict[str, Any], str]] = {}
-    for number, line in enumerate(open_source(Source(path), "").rows(), 1):
+    for number, line in enumerate(read_file(path), 1):
         record = json.loads(line)
         try:
             place, completion, data = int(record["row"]), str(record["completion"]), record["data"]
