@@ -117,6 +117,10 @@ bench-plugins: build venv-dev ## Measure a reward in process, in a child process
 bench-episodes: build venv-dev ## Measure how busy 1,000 concurrent episodes of 20 turns keep the slots of simulated engines
 	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/episodes.py --check $(ARGS)
 
+.PHONY: bench-eval
+bench-eval: build venv-dev ## Measure step times of a run with evaluations on a reserved worker against those of one without
+	@PYTHONPATH=python:e2e:e2e/support $(PYTHON) bench/evaluation.py --check $(ARGS)
+
 .PHONY: bench-control
 bench-control: build venv-dev ## Measure environment steps per second through environment workers next to gymnasium's AsyncVectorEnv
 	@scripts/venv_control
