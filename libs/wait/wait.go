@@ -73,6 +73,8 @@ const (
 	Slot              = "SLOT"    // of the engine; of the gateway too
 	Prepare           = "PREPARE"
 
+	// Plugin begins the reasons of sidecars.
+	Plugin           = "PLUGIN_"
 	PluginRestarting = "PLUGIN_RESTARTING" // a sidecar has ended, and starts again
 	PluginBlocked    = "PLUGIN_BLOCKED"    // a sidecar answered nothing, and was ended
 	PluginLeaks      = "PLUGIN_LEAKS"      // a sidecar has more memory than its manifest allows

@@ -16,10 +16,12 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/wait"
 	configv1 "github.com/rollout-rl/rollout/proto/gen/rollout/config/v1"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	planv1 "github.com/rollout-rl/rollout/proto/gen/rollout/plan/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 )
 
 var update = flag.Bool("update", false, "update the golden files")
@@ -229,6 +231,22 @@ func TestEvaluationsWithFailedRowsShowTheirMetrics(t *testing.T) {
 	view := r.View(output.Style{}, 200, time.UTC, "")
 	if want := "held-out  ▁█  0.625  reward after step 10, 0.500 at first  64 of 64 samples failed after step 20\n"; !strings.Contains(view, want) {
 		t.Errorf("the view lacks %q:\n%s", want, view)
+	}
+}
+
+// The view names the sidecars with which something is wrong.
+func TestTheViewNamesSidecars(t *testing.T) {
+	t.Parallel()
+	status := statusOf(runv1.RunState_RUN_STATE_RUNNING, 3)
+	status.Workers = []*runv1.Worker{{WorkerId: "inference-0", Kind: "inference", Waits: []*waitv1.Wait{
+		{Reason: wait.Slot, Evidence: "the groups wait for a free slot"},
+		{Reason: wait.PluginLeaks, Evidence: "the sidecar judge: it has 300 MB of memory"},
+	}}}
+	r := &Run{}
+	r.Update(status)
+	view := r.View(output.Style{}, 200, time.UTC, "")
+	if want := "plugin    PLUGIN_LEAKS  the sidecar judge: it has 300 MB of memory (inference-0)\n"; !strings.Contains(view, want) || strings.Count(view, "plugin  ") != 1 {
+		t.Errorf("the view lacks %q, or has more:\n%s", want, view)
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"github.com/charmbracelet/x/ansi"
 
 	"github.com/rollout-rl/rollout/cmd/internal/output"
+	"github.com/rollout-rl/rollout/libs/wait"
 	eventv1 "github.com/rollout-rl/rollout/proto/gen/rollout/event/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 )
@@ -32,6 +33,13 @@ func (r *Run) View(s output.Style, width int, zone *time.Location, hint string) 
 		lines = append(lines, label(s, "waits for")+waiting+s.Dim(r.waited()))
 	case !Ended(status.GetRun().GetState()): // so that the lines below do not move
 		lines = append(lines, label(s, "waits for")+s.Dim("nothing"))
+	}
+	for _, worker := range status.GetWorkers() {
+		for _, w := range worker.GetWaits() {
+			if strings.HasPrefix(w.GetReason(), wait.Plugin) {
+				lines = append(lines, label(s, "plugin")+s.Yellow(w.GetReason())+"  "+w.GetEvidence()+" ("+worker.GetWorkerId()+")")
+			}
+		}
 	}
 	lines = append(lines, r.progress(s, width))
 	lines = append(lines, r.curves(s, width)...)

@@ -28,7 +28,7 @@ func main() {
 		}),
 		plugin.Tool("add", "Add two numbers.", `{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}`,
 			func(_ context.Context, _ plugin.ToolCall, numbers struct{ A, B int }) (string, error) {
-				return strconv.Itoa(numbers.A + numbers.B), nil
+				return strconv.Itoa(numbers.A + numbers.B), busy()
 			}),
 		plugin.DataSource("numbers", func(_ context.Context, split string, offset uint64, limit int) ([]json.RawMessage, error) {
 			if split == "raise" {
@@ -41,6 +41,7 @@ func main() {
 			return rows, nil
 		}),
 		plugin.Environment("Echo", func(json.RawMessage) (plugin.Episode, error) { return &echo{}, nil }),
+		plugin.Environment("Play", func(json.RawMessage) (plugin.Episode, error) { return &play{}, nil }),
 	)
 }
 
@@ -75,14 +76,23 @@ func score(_ context.Context, samples []plugin.Sample) ([]plugin.Score, error) {
 	return scores, nil
 }
 
-// digitShare is the reward of the end-to-end tests (e2e/reward.py). It takes 0.2 s. The file that
-// the first argument names exists while it computes, so that a test can kill it then.
+// busy takes 0.2 s if the program has an argument. The file that it names has the process id
+// meanwhile, so that a test can kill the process during a call.
+func busy() error {
+	if len(os.Args) < 2 {
+		return nil
+	}
+	if err := os.WriteFile(os.Args[1], []byte(strconv.Itoa(os.Getpid())), 0o600); err != nil {
+		return err
+	}
+	time.Sleep(200 * time.Millisecond)
+	return nil
+}
+
+// digitShare is the reward of the end-to-end tests (e2e/reward.py).
 func digitShare(_ context.Context, samples []plugin.Sample) ([]plugin.Score, error) {
-	if len(os.Args) > 1 {
-		if err := os.WriteFile(os.Args[1], nil, 0o600); err != nil {
-			return nil, err
-		}
-		time.Sleep(200 * time.Millisecond)
+	if err := busy(); err != nil {
+		return nil, err
 	}
 	scores := make([]plugin.Score, len(samples))
 	for i, sample := range samples {
@@ -126,3 +136,37 @@ func (e *echo) Step(_ context.Context, turn plugin.Turn) (plugin.Answer, error) 
 
 func (e *echo) Save() (json.RawMessage, error)   { return json.Marshal(e) }
 func (e *echo) Load(state json.RawMessage) error { return json.Unmarshal(state, e) }
+
+// play has two to five turns. What it observes and its reward depend on all of them.
+type play struct {
+	Digits int    `json:"digits"`
+	Turns  uint32 `json:"turns"`
+}
+
+func (p *play) Reset(_ context.Context, task plugin.Task) (plugin.Observation, error) {
+	var row struct{ Prompt string }
+	err := json.Unmarshal(task.Row, &row)
+	return plugin.Observation{Text: row.Prompt}, err
+}
+
+func (p *play) Step(_ context.Context, turn plugin.Turn) (plugin.Answer, error) {
+	if turn.Number != p.Turns {
+		return nil, fmt.Errorf("turn %d follows %d turns", turn.Number, p.Turns)
+	}
+	p.Turns++
+	for _, c := range turn.Text {
+		if '0' <= c && c <= '9' {
+			p.Digits++
+		}
+	}
+	if err := busy(); err != nil {
+		return nil, err
+	}
+	if turn.Number == 1+turn.Sample+uint32(turn.Task.Number%2) {
+		return plugin.Result{Reward: float64(p.Digits), Metrics: map[string]float64{"turns": float64(p.Turns)}}, nil
+	}
+	return plugin.Observation{Text: fmt.Sprintf("(%d)", p.Digits), Reward: float64(len(turn.Text)) / 8}, nil
+}
+
+func (p *play) Save() (json.RawMessage, error)   { return json.Marshal(p) }
+func (p *play) Load(state json.RawMessage) error { return json.Unmarshal(state, p) }

@@ -24,6 +24,8 @@ from typing import Any, ClassVar, cast
 from rollout.errors import Place, RolloutError
 
 KINDS = ("reward", "environment", "tool", "evaluation", "data_source")
+IN_PROCESS = ("advantage", "loss")
+"""Kinds that compute with tensors of the learner."""
 MEMORY_BYTES = 2 << 30
 """Memory of a sidecar's process after which it is replaced, without ``memory_bytes``."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
@@ -119,6 +121,12 @@ class _Reader:
         if not _VERSION.fullmatch(version):
             raise self._wrong("version", f"the version {version!r} does not begin with numbers", 'write it like "1.0.0"')
         stated_kind = self._text("kind", f"write one of: {', '.join(KINDS)}")
+        if stated_kind in IN_PROCESS:
+            raise self._wrong(
+                "kind",
+                f"a plugin of the kind {stated_kind} works in process only, so it can't be a sidecar",
+                f"write it in Python, and add the entry point `{stated_kind}.{stated}` to its package",
+            )
         if stated_kind not in KINDS:
             raise self._wrong("kind", f"the kind {stated_kind!r} is unknown", f"write one of: {', '.join(KINDS)}")
         if kind and stated_kind != kind:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from rollout.hosting.kernel import BLOCKED
 from rollout.hosting.look import Look, looks
+from rollout.hosting.supervised import Condition
 from rollout.wait.v1.wait_pb2 import Wait
 from rollout_workers.environments.limits import Limits
 from rollout_workers.inference.puller import Puller
@@ -106,7 +107,15 @@ class InFlight:
             failures=count,
         )
         wait.since.FromMilliseconds(int(newest.since * 1000))
+        if newest.reason.startswith("PLUGIN_") and (condition := self._named_in(newest.message)) is not None:
+            wait.owner, wait.reason, wait.fix = condition.name, condition.reason, condition.fix
+            if condition.text not in wait.evidence:
+                wait.evidence += f"; the sidecar {condition.name}: {condition.text}"
         return wait
+
+    def _named_in(self, message: str) -> Condition | None:
+        """What is wrong with the sidecar that the message of a failure names."""
+        return next((found for found in self.calls.conditions().values() if f"`{found.name}`" in message), None)
 
     def _plugins(self, found: Iterable[Doing]) -> list[Wait]:
         """What is wrong with sidecars that no group waits for now."""

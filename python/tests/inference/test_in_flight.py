@@ -232,6 +232,18 @@ def test_a_call_is_open_until_it_returns() -> None:
     assert calls.of(b"b") is None
 
 
+def test_attempts_that_a_sidecar_failed_have_its_reason_and_fix() -> None:
+    calls, parts = Calls(), Parts()
+    condition = Condition("PLUGIN_BLOCKED", "judge", "it did not answer health checks", "let it answer", time.time() - 5, True)
+    calls.supervise("judge.toml:judge", lambda: condition)
+    late = "the sidecar `judge` did not start again within 3 s: it did not answer health checks"
+    parts.failed._of[82] = Failure("PLUGIN_RESTARTING", late, time.time() - 2, 3)
+    parts.failed._of[83] = Failure("PLUGIN_EXITED", "of another sidecar", time.time() - 3, 1)
+    found = {tuple(wait.positions): wait for wait in in_flight(cast(Any, parts), calls).waits() if wait.failures}
+    assert (found[82,].reason, found[82,].owner, found[82,].fix) == ("PLUGIN_BLOCKED", "judge", "let it answer")
+    assert found[82,].evidence.count("did not answer health checks") == 1 and found[83,].reason == "PLUGIN_EXITED"
+
+
 @pytest.mark.parametrize("ongoing", [True, False])
 def test_a_sidecar_that_restarts_is_named_while_groups_wait_and_a_minute_after(ongoing: bool) -> None:
     calls = Calls()

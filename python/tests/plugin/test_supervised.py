@@ -276,6 +276,9 @@ WRONG = {
     GOOD.replace('"x"', '"y"'): "plugin.toml:1:1: plugin.toml is the manifest of `y`, not of `x`; write `plugin.toml:y`",
     GOOD.replace('"1.0"', '"new"'): "plugin.toml:2:1: the version 'new' does not begin with numbers",
     GOOD.replace("reward", "rewards"): "plugin.toml:3:1: the kind 'rewards' is unknown; write one of: reward, environment, tool",
+    GOOD.replace("reward", "loss"): "plugin.toml:3:1: a plugin of the kind loss works in process only, so it can't be a sidecar; "
+    "write it in Python, and add the entry point `loss.x` to its package",
+    GOOD.replace("reward", "advantage"): "plugin.toml:3:1: a plugin of the kind advantage works in process only",
     GOOD.replace("reward", "tool"): "plugin.toml:3:1: `x` is of the kind tool, but the configuration uses it as reward",
     GOOD + "protocol = 2": "plugin.toml:5:1: the plugin needs version 2 of rollout.plugin.v1, this rollout speaks 1",
     GOOD.replace("true", "./none"): "plugin.toml:4:1: the program ./none does not exist or can't be executed; build it",

@@ -107,7 +107,8 @@ func healthOf(ctx context.Context, c *client.Client, target, service string) str
 	return "not serving"
 }
 
-// activeRuns returns the runs that have not ended, with queues and workers.
+// activeRuns returns the runs that have not ended, with queues and workers, and what these wait
+// for.
 func activeRuns(ctx context.Context, c *client.Client) ([]*runv1.RunStatus, error) {
 	response, err := c.Scheduler.ListRuns(ctx, &runv1.ListRunsRequest{States: []runv1.RunState{
 		runv1.RunState_RUN_STATE_PENDING, runv1.RunState_RUN_STATE_STARTING, runv1.RunState_RUN_STATE_RUNNING,
@@ -118,7 +119,7 @@ func activeRuns(ctx context.Context, c *client.Client) ([]*runv1.RunStatus, erro
 	}
 	var out []*runv1.RunStatus
 	for _, run := range response.GetRuns() {
-		got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: run.GetRunId()})
+		got, err := c.Scheduler.GetRun(ctx, &runv1.GetRunRequest{RunId: run.GetRunId(), InFlight: true})
 		if err != nil {
 			return nil, err
 		}
