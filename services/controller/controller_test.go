@@ -353,7 +353,7 @@ func registered(t *testing.T, s *Server, address string) {
 func TestARecoveryDuringAStepOfAnEarlierController(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	w.fault, w.only, w.after = 1, "CreateSnapshot", false // after step 2
+	w.fault, w.only, w.after = 1, "SaveState", false // after step 2
 	died := make(chan struct{})
 	w.onFault = func() { close(died) }
 	_, stop := begin(t, w)
@@ -376,6 +376,28 @@ func TestARecoveryDuringAStepOfAnEarlierController(t *testing.T) {
 	w.fresh = true
 	w.mu.Unlock()
 	correct(t, w)
+}
+
+// The learner trains while a state is written, and the snapshot is that of the step at which it was
+// copied.
+func TestStepsAreMadeWhileASnapshotIsWritten(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.learner.writes = make(chan struct{})
+	s, stop := begin(t, w)
+	defer stop()
+	await(t, s, "the step after the one whose state is written", func(p *learnerv1.Progress) bool { return p.GetStep() >= 3 })
+	w.mu.Lock()
+	if len(w.snapshots) != 0 {
+		t.Errorf("%d snapshots exist before a state was written", len(w.snapshots))
+	}
+	w.mu.Unlock()
+	close(w.learner.writes)
+	finish(t, s)
+	correct(t, w)
+	if first := w.snapshots[0]; first.GetStep() != 2 || first.GetWeightsDigest() != digestAt(2) {
+		t.Errorf("the first snapshot is that of step %d: %v", first.GetStep(), first)
+	}
 }
 
 func TestStopWithDrainTakesASnapshot(t *testing.T) {

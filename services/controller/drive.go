@@ -176,7 +176,9 @@ func (d *drive) session(ctx context.Context, learners *learners) error {
 	defer d.reserved.setLearner(nil)
 	guarded, end := learners.guard(ctx, l)
 	defer end()
-	err = d.newSession(l).work(guarded)
+	work := d.newSession(l)
+	err = work.work(guarded)
+	work.snapshotter.close()
 	if cause := context.Cause(guarded); err != nil && errors.Is(cause, errLost) {
 		return cause // the other errors are consequences
 	}
@@ -303,7 +305,10 @@ func (s *session) work(ctx context.Context) error {
 // leave takes a snapshot of the last step, so that a resumed run retrains nothing; none if the disk
 // has no space for it.
 func (s *session) leave(ctx context.Context, step uint64) error {
-	if step > 0 && !s.snapshots(step) {
+	if err := s.snapshotter.join(ctx); err != nil {
+		return err
+	}
+	if step > 0 && (!s.snapshots(step) || s.snapshotter.owed) {
 		if err := s.recovery.due.settle(ctx, step); err != nil {
 			return err
 		}

@@ -102,6 +102,16 @@ func (l *learner) publish(ctx context.Context, r *room) (*weightsv1.WeightsManif
 	return published.GetWeights(), nil
 }
 
+// copy has the learner copy the training state of a step in memory, and write the copy into a folder
+// while it trains. save waits for that.
+func (l *learner) copy(ctx context.Context, step uint64, directory string) error {
+	_, err := ask(ctx, l, l.client.SaveState, &learnerv1.SaveStateRequest{RunId: l.runID, Step: step, Directory: directory, Copied: true})
+	if err != nil {
+		return fmt.Errorf("copy the state of step %d: %w", step, err)
+	}
+	return nil
+}
+
 // save writes the training state of a step into a folder.
 func (l *learner) save(ctx context.Context, step uint64, directory string) (*learnerv1.SaveStateResponse, error) {
 	saved, err := ask(ctx, l, l.client.SaveState, &learnerv1.SaveStateRequest{RunId: l.runID, Step: step, Directory: directory})

@@ -42,10 +42,17 @@ func (r *room) stateBytes(newest *weightsv1.WeightsManifest) uint64 {
 	return stateFactor * newest.GetBytes()
 }
 
-// waitForStep waits until there is space for the weights of the next step and for the next
-// snapshot.
-func (r *room) waitForStep(ctx context.Context, newest *weightsv1.WeightsManifest) error {
-	return r.wait(ctx, newest.GetBytes()+r.stateBytes(newest), "the next step with the next snapshot")
+// waitForStep waits until there is space for the weights of the next step and for the next snapshot.
+// stored waits for a snapshot that is being written, which may give space back.
+func (r *room) waitForStep(ctx context.Context, newest *weightsv1.WeightsManifest, stored func(context.Context) error) error {
+	const what = "the next step with the next snapshot"
+	need := newest.GetBytes() + r.stateBytes(newest)
+	if r.disk.Missing(need, what, false) != "" {
+		if err := stored(ctx); err != nil {
+			return err
+		}
+	}
+	return r.wait(ctx, need, what)
 }
 
 // wait waits until there is space for a write of need bytes. errNoRoom if the drive is asked to

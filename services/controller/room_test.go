@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"context"
 	"maps"
 	"slices"
 	"sync"
@@ -127,7 +128,7 @@ func TestSizeOfTheNextSnapshot(t *testing.T) {
 	weights := &weightsv1.WeightsManifest{Bytes: 100}
 	for state, want := range map[uint64]uint64{0: 100 + 300, 700: 100 + 700} {
 		r.state = state
-		if err := r.waitForStep(t.Context(), weights); err != nil {
+		if err := r.waitForStep(t.Context(), weights, func(context.Context) error { return nil }); err != nil {
 			t.Fatal(err)
 		}
 		if got := disk.needs["the next step with the next snapshot"]; got != want {

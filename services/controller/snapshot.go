@@ -17,7 +17,8 @@ import (
 	"github.com/rollout-rl/rollout/services/controller/gate"
 )
 
-// snapshotter moves training states between the learner and the snapshot service.
+// snapshotter moves training states between the learner and the snapshot service. The goroutine of
+// the drive uses it.
 type snapshotter struct {
 	settings
 	learner  *learner
@@ -30,6 +31,9 @@ type snapshotter struct {
 	cuts     *cuts
 	gates    *gate.Monitor
 	log      *slog.Logger
+
+	writing *writing // nil: none
+	owed    bool     // a periodic snapshot found no space on the disk
 }
 
 // nextSnapshot names the write in what people read.
@@ -44,7 +48,11 @@ const reasonConflict = "SNAPSHOT_CONFLICT"
 // a recovery does not need any more. It waits for space on the disk; a drive that is asked to stop
 // in the meantime takes no snapshot.
 func (s *snapshotter) take(ctx context.Context, step uint64, names ...string) error {
-	err := s.save(ctx, step, names)
+	return s.unlessFull(ctx, step, s.save(ctx, step, names))
+}
+
+// unlessFull returns an error of a snapshot, except that a drive stopped while it waited for space.
+func (s *snapshotter) unlessFull(ctx context.Context, step uint64, err error) error {
 	if errors.Is(err, errNoRoom) {
 		s.log.WarnContext(ctx, "the run stops without a snapshot, because the disk is full; when it is resumed, the steps since the last one are retrained", "step", step)
 		return nil
@@ -63,6 +71,16 @@ func (s *snapshotter) save(ctx context.Context, step uint64, names []string) err
 		return err
 	}
 	s.progress.waitFor(service("snapshot", "snapshot to store the files"))
+	bytes, err := s.store(ctx, step, dir, names, state)
+	s.room.state = max(s.room.state, bytes)
+	if err == nil && slices.Contains(names, periodic) {
+		s.owed = false
+	}
+	return err
+}
+
+// store makes snapshots of a state in a folder, and returns its size.
+func (s *snapshotter) store(ctx context.Context, step uint64, dir string, names []string, state func(snapshotv1.SnapshotKind) *snapshotv1.Snapshot) (bytes uint64, err error) {
 	for _, name := range names {
 		manifest := state(trainState)
 		manifest.Name = name
@@ -73,19 +91,113 @@ func (s *snapshotter) save(ctx context.Context, step uint64, names []string) err
 			// The step was snapshotted before its learner was lost, and a retrained state can differ.
 			s.log.WarnContext(ctx, "a snapshot of the step exists and has other content; it is kept", "step", step, "name", name)
 		} else if err != nil {
-			return fmt.Errorf("create a snapshot of step %d: %w", step, err)
+			return bytes, fmt.Errorf("create a snapshot of step %d: %w", step, err)
 		}
-		s.room.state = max(s.room.state, created.GetSnapshot().GetBytes())
+		bytes = max(bytes, created.GetSnapshot().GetBytes())
 	}
 	crashpoint.Here("controller/snapshotted") // the snapshot exists, and so do the payloads
 	if s.cfg.GetSnapshot().GetKeepPayloads() || !slices.Contains(names, periodic) {
-		return nil
+		return bytes, nil
 	}
 	if err := s.ledger.trim(ctx, step); err != nil {
-		return err
+		return bytes, err
 	}
 	crashpoint.Here("controller/trimmed")
+	return bytes, nil
+}
+
+// writing is a periodic snapshot that is written while the next steps are made.
+type writing struct {
+	step   uint64
+	cancel context.CancelFunc
+	done   chan struct{} // closed when bytes or err is set
+	bytes  uint64        // size of the state
+	err    error
+}
+
+// begin starts to take the periodic snapshot of a committed step. When it returns, the learner has
+// copied its state and the next step may begin.
+func (s *snapshotter) begin(ctx context.Context, step uint64) error {
+	s.progress.enter(snapshotting)
+	s.progress.waitFor(work("to copy its state", s.learner.worker))
+	need := s.room.stateBytes(s.delivery.newest)
+	if err := s.room.wait(ctx, need, nextSnapshot); err != nil {
+		return s.unlessFull(ctx, step, err)
+	}
+	dir := newScratch(s.directory, s.fence).dir(fmt.Sprintf("step-%06d", step))
+	_, err := repeat(ctx, s.room, need, nextSnapshot, func() (struct{}, error) { return struct{}{}, s.learner.copy(ctx, step, dir) })
+	if err != nil {
+		return s.unlessFull(ctx, step, err)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	w := &writing{step: step, cancel: cancel, done: make(chan struct{})}
+	s.writing = w
+	go func() {
+		defer close(w.done)
+		w.bytes, w.err = s.write(ctx, step, dir)
+	}()
 	return nil
+}
+
+// write makes the snapshot of a state that the learner has copied.
+func (s *snapshotter) write(ctx context.Context, step uint64, dir string) (bytes uint64, err error) {
+	defer func() { _ = os.RemoveAll(dir) }()
+	saved, err := s.learner.save(ctx, step, dir)
+	if err != nil {
+		return 0, err
+	}
+	crashpoint.Here("controller/saved") // the learner has written its state, no snapshot names it
+	position, err := s.ledger.nextPosition(ctx, step)
+	if err != nil {
+		return 0, err
+	}
+	return s.store(ctx, step, dir, []string{periodic}, func(kind snapshotv1.SnapshotKind) *snapshotv1.Snapshot {
+		return s.manifest(kind, step, position, saved)
+	})
+}
+
+// join waits for the snapshot that begin has started, if there is one.
+func (s *snapshotter) join(ctx context.Context) error {
+	if s.writing == nil {
+		return nil
+	}
+	if !closed(s.writing.done) {
+		s.progress.enter(snapshotting)
+		s.progress.waitFor(work(fmt.Sprintf("to write its state of step %d", s.writing.step), s.learner.worker), service("snapshot", "snapshot to store the files"))
+		select {
+		case <-s.writing.done:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return s.finish(ctx)
+}
+
+// finish reads how the snapshot ended that begin has started, if it ended. One that found no space
+// on the disk is replaced by one of the next step, which waits for space.
+func (s *snapshotter) finish(ctx context.Context) error {
+	w := s.writing
+	if w == nil || !closed(w.done) {
+		return nil
+	}
+	w.cancel()
+	s.writing = nil
+	s.room.state = max(s.room.state, w.bytes)
+	if rpcerr.DiskFull(w.err) {
+		s.log.WarnContext(ctx, "the disk has no space for a snapshot; the next step gets one: "+rpcerr.Text(w.err), "step", w.step)
+		s.owed = true
+		return nil
+	}
+	return w.err
+}
+
+// close waits for the snapshot that begin has started, whose context ends with its learner.
+func (s *snapshotter) close() {
+	if s.writing != nil {
+		<-s.writing.done
+		s.writing.cancel()
+		s.writing = nil
+	}
 }
 
 // kept is how many snapshots of a name the run keeps; 0: all.

@@ -54,7 +54,7 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 	}
 
 	s.progress.enter(leasing)
-	if err := s.room.waitForStep(ctx, s.delivery.newest); err != nil {
+	if err := s.room.waitForStep(ctx, s.delivery.newest, s.due.snapshotter.join); err != nil {
 		return err
 	}
 	batch, err := s.lease(ctx, step)
@@ -231,29 +231,40 @@ func (d *dueWork) after(ctx context.Context, step uint64) (done bool, err error)
 	if err := d.gates.observeReserved(ctx, d.evaluator.reserved); err != nil {
 		return done, err
 	}
+	if err := d.snapshotter.finish(ctx); err != nil {
+		return done, err
+	}
 	restored, err := d.restore(ctx, step)
 	if err != nil {
 		return true, err
 	}
-	names := d.gates.monitor.Snapshots(step)
+	best, due := d.gates.monitor.Snapshots(step), !restored && (d.snapshots(step) || d.snapshotter.owed)
 	if restored {
-		names, done = nil, true
-	} else if d.snapshots(step) {
-		names = append([]string{periodic}, names...)
+		best, done = nil, true
 	}
-	if len(names) > 0 || d.snapshotter.cuts.first() != nil {
-		if err := d.settle(ctx, step); err != nil {
+	asked := d.snapshotter.cuts.first() != nil
+	if !due && len(best) == 0 && !asked {
+		return done, nil
+	}
+	if err := d.settle(ctx, step); err != nil {
+		return true, err
+	}
+	if err := d.snapshotter.join(ctx); err != nil {
+		return true, err
+	}
+	switch {
+	case due && len(best) == 0 && !asked && !d.last(step) && !d.snapshotter.owed:
+		return true, d.snapshotter.begin(ctx, step)
+	case due:
+		best = append([]string{periodic}, best...)
+	}
+	if len(best) > 0 {
+		if err := d.snapshotter.take(ctx, step, best...); err != nil {
 			return true, err
 		}
 	}
-	if len(names) > 0 {
-		if err := d.snapshotter.take(ctx, step, names...); err != nil {
-			return true, err
-		}
-		done = true
-	}
-	cut, err := d.snapshotter.cut(ctx, step)
-	return done || cut, err
+	_, err = d.snapshotter.cut(ctx, step)
+	return true, err
 }
 
 // settle waits for the evaluation of an earlier step, and judges its result. A snapshot is not

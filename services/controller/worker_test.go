@@ -29,7 +29,9 @@ type fakeLearner struct {
 	refuses uint64                               // step whose gradient it refuses
 	metrics func(step uint64) map[string]float64 // of its steps; nil: a loss of 1
 
-	published sync.Map // digest -> folder
+	published sync.Map      // digest -> folder
+	copied    sync.Map      // folder -> digest, of states that are written later
+	writes    chan struct{} // closed: they may be written; nil: at once
 }
 
 func (l *fakeLearner) GetLearnerStatus(context.Context, *learnerv1.GetLearnerStatusRequest) (*learnerv1.GetLearnerStatusResponse, error) {
@@ -107,10 +109,27 @@ func (l *fakeLearner) OfferWeights(_ context.Context, in *learnerv1.OfferWeights
 
 func (l *fakeLearner) SaveState(_ context.Context, in *learnerv1.SaveStateRequest) (*learnerv1.SaveStateResponse, error) {
 	_, err := l.world.at("SaveState")
+	if in.GetCopied() {
+		if in.GetStep() != l.step || !filepath.IsAbs(in.GetDirectory()) {
+			return nil, l.outOfTurn(in)
+		}
+		l.copied.Store(in.GetDirectory(), l.digest)
+		return &learnerv1.SaveStateResponse{}, err
+	}
+	if digest, found := l.copied.LoadAndDelete(in.GetDirectory()); found {
+		if l.writes != nil {
+			<-l.writes
+		}
+		return &learnerv1.SaveStateResponse{WeightsDigest: digest.(string)}, err
+	}
 	if in.GetStep() != l.step || !filepath.IsAbs(in.GetDirectory()) {
-		return nil, rpcerr.New(codes.FailedPrecondition, reasonStep, "state of step %d requested at %d", in.GetStep(), l.step).GRPCStatus().Err()
+		return nil, l.outOfTurn(in)
 	}
 	return &learnerv1.SaveStateResponse{WeightsDigest: l.digest}, err
+}
+
+func (l *fakeLearner) outOfTurn(in *learnerv1.SaveStateRequest) error {
+	return rpcerr.New(codes.FailedPrecondition, reasonStep, "state of step %d requested at %d", in.GetStep(), l.step).GRPCStatus().Err()
 }
 
 // EvaluateLoss evaluates the current step of the learner.

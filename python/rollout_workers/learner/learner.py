@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -25,6 +27,8 @@ from rollout_workers.worker.status import EdgeError
 
 if TYPE_CHECKING:  # it imports torch, which workers without a model lack
     from rollout_workers.trainer.state import Saving
+
+log = logging.getLogger(__name__)
 
 
 class NotInitialized(EdgeError):
@@ -60,6 +64,7 @@ class Learner:
         self.weights = PublishedWeights(thread, publication)
         self._steps = Steps(thread, self.weights, keep, digests=digests)
         self._held_out = HeldOutLoss(held_out)
+        self._saves: dict[tuple[int, str], asyncio.Task[tuple[list[SnapshotFile], str]]] = {}
         self.initialized = False
 
     @property
@@ -122,9 +127,25 @@ class Learner:
             return await self._thread.run(evaluate)
 
     async def save(self, step: int, directory: str) -> tuple[list[SnapshotFile], str]:
-        """Write the state of ``step`` to a folder; only a copy in memory delays the next step, and
-        the digest of merged adapters if ``step`` has none yet. Returns its files with digests, and
-        the digest of the weights. Raises ``StepMismatch``, ``BaseModelChanged``, ``OSError``."""
+        """Write the state of ``step`` to a folder, or wait for the write that ``copy`` began. Returns
+        its files with digests, and the digest of the weights. Raises what ``copy`` raises, and
+        ``OSError``."""
+        with contextlib.ExitStack() as shown:
+            if (step, directory) not in self._saves:
+                await self.copy(step, directory)
+                shown.enter_context(self._thread.doing("SAVE_STATE", f"writing the state of step {step}"))
+            write = self._saves[step, directory]
+            try:
+                return await asyncio.shield(write)
+            finally:
+                if write.done():
+                    self._saves.pop((step, directory), None)
+
+    async def copy(self, step: int, directory: str) -> None:
+        """Copy the state of ``step`` in memory, compute the digest of merged adapters if the step has
+        none yet, and begin to write it to a folder. The next step may begin when this returns. Raises ``StepMismatch``, ``BaseModelChanged``."""
+        if (step, directory) in self._saves and not self._saves[step, directory].done():
+            return
         root = Path(directory)
 
         def begin(trainer: Trainer) -> tuple[Saving, str]:
@@ -132,18 +153,24 @@ class Learner:
             saving = trainer.begin_save(root)
             return saving, (self.weights.digest or self.weights.compute_digest(trainer)) if trainer.adapts else ""
 
+        with self._thread.doing("SAVE_STATE", f"copying the state of step {step}"):
+            saving, merged = await self._thread.run(begin)
+        write = asyncio.create_task(self._write(step, root, saving, merged))
+        write.add_done_callback(_log_failure)
+        self._saves[step, directory] = write
+
+    async def _write(self, step: int, root: Path, saving: Saving, merged: str) -> tuple[list[SnapshotFile], str]:
         def end() -> tuple[list[SnapshotFile], str]:
             files = [_described(root, path) for path in saving.result()]
             return files, merged or read_manifest(root / "weights").digest
 
-        with self._thread.doing("SAVE_STATE", f"saving the state of step {step}"):
-            saving, merged = await self._thread.run(begin)  # the next step may begin
-            files, digest = await asyncio.to_thread(end)
-            return files + (await self._base.stage(root) if self._base is not None else []), digest
+        files, digest = await asyncio.to_thread(end)
+        return files + (await self._base.stage(root) if self._base is not None else []), digest
 
     async def drain(self) -> None:
-        """Wait until no step is running, and remove temporary files."""
+        """Wait until no step is running and no state is being written, and remove temporary files."""
         await self._steps.drain()
+        await asyncio.gather(*self._saves.values(), return_exceptions=True)
         if self._base is not None:
             await self._base.close()
 
@@ -151,6 +178,11 @@ class Learner:
 def _require_step(trainer: Trainer, step: int, action: str) -> None:
     if trainer.step != step:
         raise StepMismatch(f"the learner is at step {trainer.step}, not {step}", fix=f"{action} the current step")
+
+
+def _log_failure(write: asyncio.Task[tuple[list[SnapshotFile], str]]) -> None:
+    if not write.cancelled() and (error := write.exception()) is not None:
+        log.warning("a state was not written: %s", error)
 
 
 def _described(root: Path, path: Path) -> SnapshotFile:

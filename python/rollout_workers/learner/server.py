@@ -121,6 +121,9 @@ class LearnerServer(LearnerWorkerServiceServicer):
 
     async def SaveState(self, request: pb.SaveStateRequest, context: grpc.aio.ServicerContext) -> pb.SaveStateResponse:
         self._check_run(request.run_id)
+        if request.copied:
+            await self._learner.copy(request.step, request.directory)
+            return pb.SaveStateResponse()
         files, digest = await self._learner.save(request.step, request.directory)
         return pb.SaveStateResponse(files=files, weights_digest=digest)
 

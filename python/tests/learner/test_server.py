@@ -198,6 +198,20 @@ async def test_a_restarted_learner_resumes_bit_for_bit(
     await other.made.stop()
 
 
+async def test_a_copied_state_is_written_while_the_next_step_is_made(learner: Learner, tmp_path: Path) -> None:
+    await learner.initialize()
+    await learner.train(1, publish=False)
+    whole = await learner.call("SaveState", pb.SaveStateRequest(run_id=learner.run, step=1, directory=str(tmp_path / "whole")))
+    request = pb.SaveStateRequest(run_id=learner.run, step=1, directory=str(tmp_path / "copied"))
+    request.copied = True
+    assert not (await learner.call("SaveState", request)).files
+    await learner.train(2, publish=False)
+    request.copied = False
+    assert await learner.call("SaveState", request) == whole
+    refused = await learner.refused(learner.call("SaveState", request))
+    assert refused == (grpc.StatusCode.FAILED_PRECONDITION, "STEP_OUT_OF_TURN"), "it is not written twice"
+
+
 async def test_a_state_of_another_step_is_rejected(learner: Learner, tmp_path: Path) -> None:
     await learner.initialize()
     request = pb.SaveStateRequest(run_id=learner.run, step=3, directory=str(tmp_path / "state"))

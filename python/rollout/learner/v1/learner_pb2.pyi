@@ -1055,22 +1055,28 @@ class SaveStateRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run."""
     step: _builtins.int
     """Step of the state. It must be the current step."""
     directory: _builtins.str
     """Folder to write into. It is created if it does not exist."""
+    copied: _builtins.bool
+    """Answer when the state is copied in memory, without files. Train may be called then. A request
+    with the same step and folder, without this, waits until the state is written.
+    """
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         step: _builtins.int = ...,
         directory: _builtins.str = ...,
+        copied: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied", b"copied", "directory", b"directory", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

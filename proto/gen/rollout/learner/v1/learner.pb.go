@@ -1930,7 +1930,10 @@ type SaveStateRequest struct {
 	// Step of the state. It must be the current step.
 	Step uint64 `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
 	// Folder to write into. It is created if it does not exist.
-	Directory     string `protobuf:"bytes,3,opt,name=directory,proto3" json:"directory,omitempty"`
+	Directory string `protobuf:"bytes,3,opt,name=directory,proto3" json:"directory,omitempty"`
+	// Answer when the state is copied in memory, without files. Train may be called then. A request
+	// with the same step and folder, without this, waits until the state is written.
+	Copied        bool `protobuf:"varint,4,opt,name=copied,proto3" json:"copied,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1984,6 +1987,13 @@ func (x *SaveStateRequest) GetDirectory() string {
 		return x.Directory
 	}
 	return ""
+}
+
+func (x *SaveStateRequest) GetCopied() bool {
+	if x != nil {
+		return x.Copied
+	}
+	return false
 }
 
 // SaveStateResponse lists the files.
@@ -2304,11 +2314,12 @@ const file_rollout_learner_v1_learner_proto_rawDesc = "" +
 	"\arefused\x18\x03 \x01(\rR\arefused\x1a:\n" +
 	"\fMetricsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"m\n" +
+	"\x05value\x18\x02 \x01(\x01R\x05value:\x028\x01\"\x85\x01\n" +
 	"\x10SaveStateRequest\x12\x1e\n" +
 	"\x06run_id\x18\x01 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\x05runId\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x04R\x04step\x12%\n" +
-	"\tdirectory\x18\x03 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tdirectory\"s\n" +
+	"\tdirectory\x18\x03 \x01(\tB\a\xbaH\x04r\x02\x10\x01R\tdirectory\x12\x16\n" +
+	"\x06copied\x18\x04 \x01(\bR\x06copied\"s\n" +
 	"\x11SaveStateResponse\x127\n" +
 	"\x05files\x18\x01 \x03(\v2!.rollout.snapshot.v1.SnapshotFileR\x05files\x12%\n" +
 	"\x0eweights_digest\x18\x02 \x01(\tR\rweightsDigest\"\x19\n" +
