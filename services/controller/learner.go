@@ -102,8 +102,8 @@ func (l *learner) publish(ctx context.Context, r *room) (*weightsv1.WeightsManif
 	return published.GetWeights(), nil
 }
 
-// copy has the learner copy the training state of a step in memory, and write the copy into a folder
-// while it trains. save waits for that.
+// copy has the learner copy the training state of a step in memory, and write the copy into a
+// folder while it trains. save waits for that.
 func (l *learner) copy(ctx context.Context, step uint64, directory string) error {
 	_, err := ask(ctx, l, l.client.SaveState, &learnerv1.SaveStateRequest{RunId: l.runID, Step: step, Directory: directory, Copied: true})
 	if err != nil {

@@ -52,8 +52,8 @@ func (d *dueWork) restore(ctx context.Context, step uint64) (bool, error) {
 	return r.Snapshot != "", nil
 }
 
-// join waits for a snapshot that is being written, and for all evaluations by reserved workers: they
-// need the weights that are replaced.
+// join waits for a snapshot that is being written, and for all evaluations by reserved workers:
+// they need the weights that are replaced.
 func (d *dueWork) join(ctx context.Context) error {
 	if err := d.snapshotter.join(ctx); err != nil {
 		return err

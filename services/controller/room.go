@@ -42,8 +42,8 @@ func (r *room) stateBytes(newest *weightsv1.WeightsManifest) uint64 {
 	return stateFactor * newest.GetBytes()
 }
 
-// waitForStep waits until there is space for the weights of the next step and for the next snapshot.
-// stored waits for a snapshot that is being written, which may give space back.
+// waitForStep waits until there is space for the weights of the next step and for the next
+// snapshot. stored waits for a snapshot that is being written, which may give space back.
 func (r *room) waitForStep(ctx context.Context, newest *weightsv1.WeightsManifest, stored func(context.Context) error) error {
 	const what = "the next step with the next snapshot"
 	need := newest.GetBytes() + r.stateBytes(newest)

@@ -127,9 +127,9 @@ class Learner:
             return await self._thread.run(evaluate)
 
     async def save(self, step: int, directory: str) -> tuple[list[SnapshotFile], str]:
-        """Write the state of ``step`` to a folder, or wait for the write that ``copy`` began. Returns
-        its files with digests, and the digest of the weights. Raises what ``copy`` raises, and
-        ``OSError``."""
+        """Write the state of ``step`` to a folder, or wait for the write that ``copy`` began.
+        Returns its files with digests, and the digest of the weights. Raises what ``copy`` raises,
+        and ``OSError``."""
         with contextlib.ExitStack() as shown:
             if (step, directory) not in self._saves:
                 await self.copy(step, directory)
@@ -142,8 +142,9 @@ class Learner:
                     self._saves.pop((step, directory), None)
 
     async def copy(self, step: int, directory: str) -> None:
-        """Copy the state of ``step`` in memory, compute the digest of merged adapters if the step has
-        none yet, and begin to write it to a folder. The next step may begin when this returns. Raises ``StepMismatch``, ``BaseModelChanged``."""
+        """Copy the state of ``step`` in memory, compute the digest of merged adapters if the step
+        has none yet, and begin to write it to a folder. The next step may begin when this returns.
+        Raises ``StepMismatch``, ``BaseModelChanged``."""
         if (step, directory) in self._saves and not self._saves[step, directory].done():
             return
         root = Path(directory)
@@ -168,7 +169,8 @@ class Learner:
         return files + (await self._base.stage(root) if self._base is not None else []), digest
 
     async def drain(self) -> None:
-        """Wait until no step is running and no state is being written, and remove temporary files."""
+        """Wait until no step is running and no state is being written, and remove temporary
+        files."""
         await self._steps.drain()
         await asyncio.gather(*self._saves.values(), return_exceptions=True)
         if self._base is not None:
