@@ -1,16 +1,20 @@
 """The scenarios on real servers: PostgreSQL, Consul, a cluster of three NATS nodes, and S3 (`make
 check-servers`)."""
 
+import json
+import os
 import shutil
 import signal
 import subprocess
 import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from acting import HOSTED, write_job
 from conftest import GROUPS, SAMPLES
-from mesh import Mesh, assert_consumed_once, mesh
+from mesh import Mesh, assert_consumed_once, mesh, until
 from planted import Stalled
 from production import Production
 from scenario import six_steps
@@ -91,6 +95,44 @@ def test_explain_names_a_stopped_or_read_only_database(tmp_path: Path) -> None:
         assert root["owner"] == "database" and "refuses to write" in root["evidence"], root
         writes(production, allowed=True)
         stalled.continues()
+
+
+def registered(production: Production, run: str) -> dict[str, tuple[int, str]]:
+    """The environment workers of a run that pass Consul's checks, each with its process, and the
+    proof of its address."""
+    port = production.servers.direct["consul"]
+    url = f"http://{production.servers.host}:{port}/v1/health/service/environment-worker?passing=true"
+    with urllib.request.urlopen(url, timeout=10) as response:
+        found = [entry["Service"]["Meta"] for entry in json.load(response)]
+    return {meta["worker"]: (int(meta["pid"]), meta["proof"]) for meta in found if meta["run"] == run}
+
+
+@pytest.mark.timeout(900)  # seventeen processes, five of them workers
+def test_environment_workers_are_found_in_consul_also_after_a_kill(tmp_path: Path) -> None:
+    """With one rolloutd per service. Consul has the processes that the scheduler started, and the
+    weights are those of one process without environment workers."""
+    config = write_job(tmp_path / "cartpole", steps=8)
+    with mesh(tmp_path / "embedded") as running:
+        reference = running.finish(running.submit(config)).weights_digest
+    with Production(tmp_path / "servers", Mesh(tmp_path / "servers" / "mesh", "replicas")) as production:
+        running = production.running
+        run = running.submit(config, *HOSTED)
+        workers = running.until_step(run, 1).workers
+        started = {worker.worker_id: worker.pid for worker in workers if worker.kind == "environment"}
+        assert sorted(started) == [f"environment-{number}" for number in range(3)]
+        found = registered(production, run)
+        assert {name: pid for name, (pid, _) in found.items()} == started
+        assert all(proof for _, proof in found.values())
+        os.kill(started["environment-1"], signal.SIGKILL)
+
+        def replaced() -> bool:
+            now = registered(production, run)
+            return now.keys() == started.keys() and now["environment-1"][0] != started["environment-1"]
+
+        until(replaced, "Consul to have the process in its place", 120)
+        assert running.finish(run).weights_digest == reference
+        assert audited(running, run)["whole"]
+        until(lambda: not registered(production, run), "the workers to leave Consul", 60)
 
 
 def writes(production: Production, *, allowed: bool) -> None:

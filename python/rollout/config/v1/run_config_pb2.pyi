@@ -245,7 +245,9 @@ class MultistepConfig(_message.Message):
     args: _builtins.str
     """Arguments of the environment's constructor, a table with any keys."""
     environments: _builtins.int
-    """Environments that all inference workers together play at once, a multiple of `engine.workers`."""
+    """Environments that all inference workers together play at once, a multiple of `engine.workers`
+    without those of `eval.workers`.
+    """
     chunk: _builtins.int
     """Actions that the policy chooses for each observation."""
     max_steps: _builtins.int

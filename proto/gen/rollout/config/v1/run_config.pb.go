@@ -290,7 +290,8 @@ type MultistepConfig struct {
 	Environment *string `protobuf:"bytes,1,opt,name=environment,proto3,oneof" json:"environment,omitempty"`
 	// Arguments of the environment's constructor, a table with any keys.
 	Args *string `protobuf:"bytes,2,opt,name=args,proto3,oneof" json:"args,omitempty"`
-	// Environments that all inference workers together play at once, a multiple of `engine.workers`.
+	// Environments that all inference workers together play at once, a multiple of `engine.workers`
+	// without those of `eval.workers`.
 	Environments *uint32 `protobuf:"varint,3,opt,name=environments,proto3,oneof" json:"environments,omitempty"`
 	// Actions that the policy chooses for each observation.
 	Chunk *uint32 `protobuf:"varint,4,opt,name=chunk,proto3,oneof" json:"chunk,omitempty"`
