@@ -109,7 +109,7 @@ func (d *rewardCheck) calls(rows scoredRows, trained *input.Model) []*dryCall {
 		if !d.findings.Readable(part.Field) || part.Model != nil {
 			continue
 		}
-		request := &probe.Reward{Expression: part.Expression, Plugin: part.Plugin, BaseDir: d.files.baseDir, TimeoutSeconds: part.Timeout}
+		request := &probe.Reward{Expression: part.Expression, Plugin: part.Plugin, Evaluates: d.table != "reward", BaseDir: d.files.baseDir, TimeoutSeconds: part.Timeout}
 		field := part.Field + ".expression"
 		if part.Expression == "" {
 			field = part.Field + ".plugin"

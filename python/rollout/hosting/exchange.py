@@ -30,7 +30,7 @@ class ToolBadResult(RolloutError):
 
 def split(method: str, request: Any, most: int) -> list[Any]:
     """The request as requests of at most ``most`` items; 0: no limit."""
-    if most and method == "Reward":
+    if most and method in ("Reward", "Evaluate"):
         return _split_groups(request, most)
     field = _ITEMS.get(method)
     if not most or field is None or len(getattr(request, field)) <= most:
@@ -46,14 +46,15 @@ def split(method: str, request: Any, most: int) -> list[Any]:
     return parts
 
 
-def _split_groups(request: pb.RewardRequest, most: int) -> list[pb.RewardRequest]:
-    parts: list[pb.RewardRequest] = []
+def _split_groups(request: Any, most: int) -> list[Any]:
+    """The request of ``Reward`` or ``Evaluate`` in parts."""
+    parts: list[Any] = []
     left = 0
     for group in request.groups:
         for start in range(0, len(group.samples), most):
             samples = group.samples[start : start + most]
             if len(samples) > left:
-                parts.append(pb.RewardRequest(plugin=request.plugin))
+                parts.append(type(request)(plugin=request.plugin))
                 left = most
             parts[-1].groups.add(row_json=group.row_json, samples=samples)
             left -= len(samples)

@@ -144,7 +144,7 @@ def timeout_error(method: str, seconds: float, what: str, *, blocked: bool = Fal
     if blocked:
         fix = "await in it, or run its work in a thread; if it only needs longer, raise `environment.turn_timeout_seconds`"
         return EnvironmentTimeout(f"{text} and blocked the process, which was ended", fix=fix)
-    if method in ("Reward", "Load"):
+    if method in ("Reward", "Evaluate", "Load"):
         return RewardTimeout(text, fix="make it faster or raise `reward.timeout_seconds`")
     if of_environment(method):
         return EnvironmentTimeout(text, fix="make it faster or raise `environment.turn_timeout_seconds`")
@@ -155,7 +155,7 @@ def ended_error(method: str, text: str, fix: str) -> RolloutError:
     """The error of a call whose process has exited."""
     if of_environment(method):
         return EnvironmentExited(text, fix=fix)
-    return RewardFailed(text, fix=fix) if method in ("Reward", "Load") else PluginUnavailable(text, fix=fix)
+    return RewardFailed(text, fix=fix) if method in ("Reward", "Evaluate", "Load") else PluginUnavailable(text, fix=fix)
 
 
 def of_environment(method: str) -> bool:

@@ -101,6 +101,12 @@ def load_installed(plugin: str, kind: str) -> Any:
         ) from error
 
 
+def has(plugin: str, kind: str) -> bool:
+    """Whether an installed package has ``DISTRIBUTION:NAME`` as a plugin of this kind."""
+    before, _, name = plugin.rpartition(":")
+    return any((one.distribution, one.kind, one.name) == (normal(before), kind, name) for one in installed())
+
+
 def package(plugin: str, kind: str) -> Package:
     """The package of ``DISTRIBUTION:NAME`` as it is installed now. Raises
     :class:`PluginNotInstalled`."""

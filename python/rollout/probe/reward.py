@@ -23,6 +23,7 @@ from rollout.errors import Place, RolloutError
 from rollout.hosting.boxed import BoxLimits, binds_of, box_environment, check_host, ended, reported
 from rollout.hosting.child import START_SECONDS, exhausted
 from rollout.hosting.manifest import is_manifest
+from rollout.hosting.scorers import kind_of
 from rollout.hosting.wire import PluginError, with_reason
 from rollout.plugin import RewardError, RewardFunction, RewardTimeout, Sample, call_reward, load_reward, split_plugin
 from rollout.plugin.installed import is_installed, package
@@ -55,7 +56,7 @@ def _call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[
         from rollout.probe.sidecars import sidecar_call  # numpy takes a while to import
 
         return asyncio.run(sidecar_call(request, samples_of, began))
-    limit = float(request["timeout_seconds"])
+    limit, kind = float(request["timeout_seconds"]), kind_of(plugin, base_dir, evaluates=bool(request.get("evaluates")))
     folders = {Path(base_dir)}
     named = not expression and is_installed(plugin)
     if not expression and not named:
@@ -70,7 +71,7 @@ def _call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[
     else:
         began()
         with watch(f"importing {split_plugin(plugin)[0]}"):
-            function = load_reward(plugin, base_dir)
+            function = load_reward(plugin, base_dir, kind=kind)
     start = time.monotonic()
     name = f"`{'reward.expression' if expression else split_plugin(plugin)[1]}`"
     with watch(name):
@@ -86,7 +87,7 @@ def _call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[
         "scores": [{"reward": score.reward, "metrics": dict(score.metrics)} for score in scores],
         "parts": any(score.token_rewards or score.steps for score in scores),
         "files": [] if expression else local_files(folders),
-        "plugins": packages_of([plugin], "reward") if named else [],
+        "plugins": packages_of([plugin], kind) if named else [],
         "seconds": time.monotonic() - start,
     }
 
@@ -94,7 +95,9 @@ def _call(request: Json, hung: Callable[[RewardTimeout], None], began: Callable[
 async def _boxed_call(request: Json, limits: BoxLimits, began: Callable[[], None]) -> Json:
     """The same call by a probe in a box, as the run makes it."""
     check_host(limits)
-    inner: Json = {name: value for name, value in request.items() if name not in ("sandbox", "model")} | {"in_box": True}
+    inner: Json = {name: value for name, value in request.items() if name not in ("sandbox", "model", "evaluates")} | {
+        "in_box": True
+    }
     for name in ("samples", "held_out"):
         each = request.get(name, [])
         ids = [list(sample.token_ids) for sample in samples_of(each, request.get("model", ""))]

@@ -6,6 +6,7 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from rollout.environment import Refusal, Task, Turn
 from rollout.hosting import wire
 from rollout.hosting.answers import EnvironmentBadResult
 from rollout.hosting.exchange import tool_schema
+from rollout.hosting.host import request_type
 from rollout.hosting.manifest import read_manifest
+from rollout.hosting.scorers import kind_of
 from rollout.hosting.supervised import SupervisedSidecar
 from rollout.plugin import RewardError, Sample
 from rollout.plugin.v1 import plugin_pb2 as pb
@@ -23,17 +26,19 @@ from rollout.probe.tokenizer import Json
 async def sidecar_call(request: Json, samples_of: Callable[[list[Json], str], list[Sample]], began: Callable[[], None]) -> Json:
     """Call the reward of a manifest once. Calls ``began`` before. Raises ``RolloutError``."""
     model, limit = request.get("model", ""), float(request["timeout_seconds"])
-    manifest = read_manifest(request["plugin"], request["base_dir"], kind="reward")
+    kind = kind_of(request["plugin"], request["base_dir"], evaluates=bool(request.get("evaluates")))
+    manifest = read_manifest(request["plugin"], request["base_dir"], kind=kind)
+    method = "Evaluate" if kind == "evaluation" else "Reward"
     sidecar = SupervisedSidecar(manifest)
     samples, held_out = samples_of(request["samples"], model), samples_of(request.get("held_out", []), model)
     try:
         await sidecar.start()
         began()
         start = time.monotonic()
-        scores = wire.scores_from((await sidecar.call("Reward", reward_request(manifest.name, samples), limit)).scores)
+        scores = wire.scores_from((await sidecar.call(method, reward_request(manifest.name, samples, method), limit)).scores)
         if held_out:
             try:
-                await sidecar.call("Reward", reward_request(manifest.name, held_out), limit)
+                await sidecar.call(method, reward_request(manifest.name, held_out, method), limit)
             except RewardError as error:
                 error.message = f"on the first held-out row: {error.message}"
                 raise
@@ -98,9 +103,9 @@ async def sidecar_tool(plugin: str, base_dir: str) -> list[str]:
     return [str(path) for path in manifest.files]
 
 
-def reward_request(name: str, samples: Sequence[Sample]) -> pb.RewardRequest:
-    """A request with a group for each sample."""
-    request = pb.RewardRequest(plugin=name)
+def reward_request(name: str, samples: Sequence[Sample], method: str = "Reward") -> Any:
+    """A request of ``Reward`` or ``Evaluate`` with a group for each sample."""
+    request: Any = request_type(method)(plugin=name)
     for each in samples:
         ids = array("i", each.token_ids).tobytes()
         sample = pb.RewardSample(prompt=each.prompt, completion=each.completion, token_ids=ids)

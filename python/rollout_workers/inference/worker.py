@@ -244,7 +244,7 @@ def _rewards(
     spec: WorkerSpec, services: Services, lifecycle: Lifecycle, calls: Calls, config: RunConfig | None = None
 ) -> Scorer | None:
     """The scorer of the run, or of the configuration of a suite; None without a reward."""
-    config = config or spec.plan.config
+    of_suite, config = config is not None, config or spec.plan.config
     if not config.HasField("reward"):
         return None
 
@@ -252,7 +252,7 @@ def _rewards(
         return RewardWorker(services, spec.run_id, f"reward-{number}", start_seconds=config.limits.worker_start_seconds or 300.0)
 
     pinned = Pinned(spec.plan.inputs, spec.base_dir, lifecycle.crash, plugins=spec.plan.plugins)
-    return scorer_of(config.reward, spec.base_dir, worker, pinned, calls)
+    return scorer_of(config.reward, spec.base_dir, worker, pinned, calls, evaluates=of_suite)
 
 
 def _environment_context(

@@ -316,4 +316,4 @@ def _rewards(spec: BatchSpec, end: int | None) -> Any:
     if not spec.config.HasField("reward"):
         return None
     models = models_of(reward)
-    return scorer_of(reward, spec.base_dir, lambda number: RewardModelHere(models[number], spec.base_dir, end))
+    return scorer_of(reward, spec.base_dir, lambda number: RewardModelHere(models[number], spec.base_dir, end), evaluates=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from rollout.config.v1.run_config_pb2 import RewardConfig, RewardLimitsConfig, RewardPartConfig, ScoringModelConfig
 from rollout.hosting.boxed import BoxLimits
 from rollout.hosting.manifest import is_manifest
+from rollout.hosting.scorers import kind_of
 from rollout_workers.rewards.composite import Composite, Part
 from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.rewards.plugin import RewardPool, SidecarReward
@@ -17,14 +18,21 @@ Worker = Callable[[int], RewardSource]
 
 
 def scorer_of(
-    config: RewardConfig, base_dir: str, worker: Worker, pinned: Pinned | None = None, calls: Calls | None = None
+    config: RewardConfig,
+    base_dir: str,
+    worker: Worker,
+    pinned: Pinned | None = None,
+    calls: Calls | None = None,
+    *,
+    evaluates: bool = False,
 ) -> Scorer:
     """base_dir: folder to which the paths of plugins are relative. worker: returns the source for
     the N-th reward model, ``reward-N``. pinned: the files of plugins in the plan of a run. calls:
-    where open calls are recorded."""
+    where open calls are recorded. evaluates: plugins may be evaluations, because it scores a
+    suite."""
     if not config.composite:
         return Rewards(
-            _source(config, config, base_dir, worker, 0, pinned, calls),
+            _source(config, config, base_dir, worker, 0, pinned, calls, evaluates),
             timeout_seconds=config.timeout_seconds,
             retries=config.retries,
             name=_name(config, 0),
@@ -33,7 +41,7 @@ def scorer_of(
     parts: list[Part] = []
     served = 0
     for name in part_names(config):
-        parts.append(_part(name, config, base_dir, worker, served, pinned, calls))
+        parts.append(_part(name, config, base_dir, worker, served, pinned, calls, evaluates))
         served += config.composite[name].HasField("model")
     return Composite(parts)
 
@@ -65,13 +73,14 @@ def _part(
     served: int,
     pinned: Pinned | None,
     calls: Calls | None,
+    evaluates: bool,
 ) -> Part:
     part = config.composite[name]
     return Part(
         name,
         part.weight,
         Rewards(
-            _source(config, part, base_dir, worker, served, pinned, calls),
+            _source(config, part, base_dir, worker, served, pinned, calls, evaluates),
             timeout_seconds=part.timeout_seconds if part.HasField("timeout_seconds") else config.timeout_seconds,
             retries=part.retries if part.HasField("retries") else config.retries,
             name=_name(part, served),
@@ -88,18 +97,20 @@ def _source(
     served: int,
     pinned: Pinned | None,
     calls: Calls | None,
+    evaluates: bool,
 ) -> RewardSource:
     if config.HasField("model"):
         return worker(served)
     if config.HasField("expression"):
         return RewardPool({"expression": config.expression})
     if is_manifest(config.plugin):
-        sidecar = SidecarReward(config.plugin, base_dir, pinned)
+        sidecar = SidecarReward(config.plugin, base_dir, pinned, evaluates=evaluates)
         if calls is not None:
             calls.supervise(config.plugin, lambda: sidecar.condition)
         return sidecar
     boxed = config.sandbox if config.HasField("sandbox") else reward.sandbox
-    return RewardPool({"plugin": config.plugin, "base_dir": base_dir}, pinned, _limits(reward.limits) if boxed else None)
+    source = {"kind": kind_of(config.plugin, base_dir, evaluates=evaluates), "plugin": config.plugin, "base_dir": base_dir}
+    return RewardPool(source, pinned, _limits(reward.limits) if boxed else None)
 
 
 def _limits(limits: RewardLimitsConfig) -> BoxLimits:

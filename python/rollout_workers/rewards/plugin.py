@@ -16,9 +16,10 @@ from rollout.errors import RolloutError
 from rollout.hosting import wire
 from rollout.hosting.boxed import BoxedProcess, BoxLimits, check_host
 from rollout.hosting.child import ChildProcess
-from rollout.hosting.host import Source
+from rollout.hosting.host import Source, request_type
 from rollout.hosting.manifest import read_manifest
 from rollout.hosting.runner import Runner
+from rollout.hosting.scorers import kind_of
 from rollout.hosting.supervised import Condition, SupervisedSidecar, unpinned
 from rollout.plugin import RewardShapeError, Score
 from rollout.plugin.installed import PluginChanged
@@ -34,9 +35,10 @@ class PluginRewards:
     """A :class:`RewardSource` for one plugin, which runs in this process, in a child process, or in
     a sidecar."""
 
-    def __init__(self, runner: Runner, name: str = "") -> None:
-        """name: of the reward, if the runner has several."""
+    def __init__(self, runner: Runner, name: str = "", kind: str = "reward") -> None:
+        """name: of the reward, if the runner has several. kind: also ``evaluation``."""
         self._runner, self._name = runner, name
+        self._method = "Evaluate" if kind == "evaluation" else "Reward"
 
     async def start(self) -> None:
         """Start the runner. Raises ``RewardError``."""
@@ -47,7 +49,7 @@ class PluginRewards:
 
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
         """Call the plugin once for all samples. Raises ``RewardError``."""
-        request = pb.RewardRequest(
+        request = request_type(self._method)(
             plugin=self._name,
             groups=[
                 pb.RewardGroup(
@@ -60,7 +62,7 @@ class PluginRewards:
             ],
         )
         try:
-            response = await self._runner.call("Reward", request, timeout)
+            response = await self._runner.call(self._method, request, timeout)
         except RolloutError as error:
             raise wire.reward_error(error) from error
         scores = wire.scores_from(response.scores)
@@ -80,9 +82,11 @@ class SidecarReward:
     """A :class:`RewardSource` of a sidecar that this worker starts, or that has an address. Calls
     overlap in it."""
 
-    def __init__(self, plugin: str, base_dir: str, pinned: Pinned | None = None) -> None:
-        """plugin: ``plugin.toml:NAME``. pinned: the files that it must have."""
+    def __init__(self, plugin: str, base_dir: str, pinned: Pinned | None = None, *, evaluates: bool = False) -> None:
+        """plugin: ``plugin.toml:NAME``. pinned: the files that it must have. evaluates: it may be
+        an evaluation."""
         self._plugin, self._base_dir, self._pinned = plugin, base_dir, pinned
+        self._evaluates, self._kind = evaluates, "reward"
         self._sidecar: SupervisedSidecar | None = None
 
     @property
@@ -94,16 +98,17 @@ class SidecarReward:
         """Start the sidecar. Raises ``RewardError``."""
         verify = self._pinned.verify_running if self._pinned is not None else unpinned
         try:
-            manifest = await asyncio.to_thread(read_manifest, self._plugin, self._base_dir, kind="reward")
+            self._kind = await asyncio.to_thread(kind_of, self._plugin, self._base_dir, evaluates=self._evaluates)
+            manifest = await asyncio.to_thread(read_manifest, self._plugin, self._base_dir, kind=self._kind)
             self._sidecar = SupervisedSidecar(manifest, verify=verify)
         except RolloutError as error:
             raise wire.reward_error(error) from error
-        await PluginRewards(self._sidecar, manifest.name).start()
+        await PluginRewards(self._sidecar, manifest.name, self._kind).start()
 
     async def call(self, groups: Sequence[RewardGroup], timeout: float) -> list[Score]:
         """Call the reward once for all samples. Raises ``RewardError``."""
         assert self._sidecar is not None
-        return await PluginRewards(self._sidecar, self._sidecar.name).call(groups, timeout)
+        return await PluginRewards(self._sidecar, self._sidecar.name, self._kind).call(groups, timeout)
 
     async def close(self) -> None:
         """End the sidecar."""
@@ -140,7 +145,7 @@ class RewardPool:
                     self._pinned.on_change(str(error))
                 raise
             try:
-                return await PluginRewards(process).call(groups, timeout)
+                return await PluginRewards(process, kind=self._source.get("kind", "reward")).call(groups, timeout)
             finally:
                 if not process.broken:
                     self._idle.append(process)

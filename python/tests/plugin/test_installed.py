@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,16 +14,20 @@ from typing import Any, cast
 
 import pytest
 
+from rollout.config.v1.run_config_pb2 import RewardConfig
 from rollout.errors import RolloutError
 from rollout.hosting.host import Host
+from rollout.hosting.scorers import kind_of
 from rollout.plan.v1.plan_pb2 import PluginPackage
 from rollout.plugin import Sample, call_reward, load_reward
 from rollout.plugin.installed import Installed, PluginChanged, installed, is_installed, load_installed, package
 from rollout_plugins.command import command
 from rollout_workers.environments.hosted import Hosted
 from rollout_workers.environments.tools import Tools
+from rollout_workers.rewards.config import scorer_of
 from rollout_workers.rewards.pinned import Pinned
 from rollout_workers.rewards.plugin import RewardPool, SidecarReward
+from rollout_workers.rewards.rewards import RewardGroup, Scorable
 
 ENTRIES = "[rollout.plugins]\nreward.length = acme_code:length\ntool.add = acme_code:add\nbad = acme_code:add\n"
 CODE = """def length(samples):
@@ -189,3 +194,23 @@ def test_the_program_answers_an_unknown_request(tmp_path: Path) -> None:
     assert (
         done.returncode == 1 and "has none of list, new, test, install: ['bake']" in json.loads(done.stdout)["error"]["message"]
     )
+
+
+async def test_an_evaluation_scores_suites_only(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *sys.path]))  # of the child process
+    entries = "[rollout.plugins]\nevaluation.length = acme_code:length\n"
+    (site / "acme_code-1.2.dist-info" / "entry_points.txt").write_text(entries)
+    (site / "length.toml").write_text('name = "length"\nversion = "1"\nkind = "evaluation"\ncommand = ["true"]\n')
+    for plugin in ("acme-code:length", "length.toml:length"):
+        assert kind_of(plugin, site, evaluates=True) == "evaluation" and kind_of(plugin, site, evaluates=False) == "reward"
+    assert kind_of("acme_code.py:length", site, evaluates=True) == "reward"
+    config = RewardConfig(plugin="acme-code:length", timeout_seconds=30)
+    scorer = scorer_of(config, str(site), lambda _: pytest.fail("no reward model"), evaluates=True)
+    await scorer.start()
+    try:
+        scored = await scorer.score([RewardGroup(b"{}", (Scorable("", "abc"),))])
+    finally:
+        await scorer.close()
+    assert [result.reward for group in scored for result in group] == [3.0]
+    with pytest.raises(RolloutError, match="has no reward `length`"):
+        await scorer_of(config, str(site), lambda _: pytest.fail("no reward model")).start()

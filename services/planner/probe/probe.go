@@ -99,6 +99,7 @@ type Teacher struct {
 type Reward struct {
 	Plugin         string   `json:"plugin,omitempty"`
 	Expression     string   `json:"expression,omitempty"`
+	Evaluates      bool     `json:"evaluates,omitempty"` // it scores a suite, and may be an evaluation
 	BaseDir        string   `json:"base_dir"`
 	TimeoutSeconds float64  `json:"timeout_seconds"`
 	Samples        []Sample `json:"samples"`
