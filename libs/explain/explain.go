@@ -4,6 +4,7 @@
 package explain
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 	"time"
@@ -155,6 +156,13 @@ func lastTime(events []*eventv1.Event) *timestamppb.Timestamp {
 	return events[len(events)-1].GetTime()
 }
 
+// cancelled says when a run was cancelled. The message of such a run may say it, too.
+func cancelled(r *runv1.Run) string {
+	message := strings.TrimPrefix(r.GetMessage(), "cancelled by request")
+	message = strings.TrimSuffix(message, fmt.Sprintf(" after step %d", r.GetStep()))
+	return "the run was cancelled by request at step " + strings.TrimSuffix(steps(r)+": "+strings.TrimSpace(message), ": ")
+}
+
 func (e *explainer) ended() {
 	switch e.run.GetState() {
 	case runv1.RunState_RUN_STATE_SUCCEEDED:
@@ -165,7 +173,7 @@ func (e *explainer) ended() {
 		e.because("user", "SUCCEEDED", e.run.GetEndTime(), "the run has committed all of its "+steps(e.run)+" steps", "")
 	case runv1.RunState_RUN_STATE_CANCELLED:
 		e.because("user", orElse(e.run.GetReason(), "CANCELLED"), e.run.GetEndTime(),
-			strings.TrimSuffix("the run was cancelled by request at step "+steps(e.run)+": "+e.run.GetMessage(), ": "), e.resume()+" continues it")
+			cancelled(e.run), e.resume()+" continues it")
 	default:
 		e.because("user", orElse(e.run.GetReason(), "FAILED"), e.run.GetEndTime(), "the run failed at step "+steps(e.run)+": "+e.run.GetMessage(),
 			orElse(strings.ReplaceAll(fixes[e.run.GetReason()], " RUN", " "+e.run.GetRunId()), "correct the cause, then "+e.resume()))

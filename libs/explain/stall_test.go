@@ -399,6 +399,8 @@ var stalls = []struct {
 	{"the bucket refused the credentials", []func(*State){ended(runv1.RunState_RUN_STATE_FAILED, "BLOB_DENIED", "the object store http://s3:9000 (bucket \"runs\") refused the credentials to put cas/d6/blake3-d6: HTTP 403")}, "BLOB_DENIED"},
 	{"a gate stopped the run", []func(*State){ended(runv1.RunState_RUN_STATE_SUCCEEDED, "STOPPED_BY_GATE", "gate good: `eval/reward >= 0.8` holds at step 12: eval/reward is 0.81")}, "STOPPED_BY_GATE"},
 	{"the run was cancelled", []func(*State){ended(runv1.RunState_RUN_STATE_CANCELLED, "", "")}, "CANCELLED"},
+	{"the run was cancelled, and took a snapshot", []func(*State){ended(runv1.RunState_RUN_STATE_CANCELLED, "", "cancelled by request after step 11")}, "CANCELLED"},
+	{"the run was cancelled before a step", []func(*State){ended(runv1.RunState_RUN_STATE_CANCELLED, "", "cancelled by request while it started")}, "CANCELLED"},
 	{"the run succeeded", []func(*State){ended(runv1.RunState_RUN_STATE_SUCCEEDED, "", ""), func(s *State) { s.Status.Run.Step = 40 }}, "SUCCEEDED"},
 }
 

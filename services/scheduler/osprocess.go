@@ -176,7 +176,7 @@ const mostCommand = 80
 // command is the beginning of the command line of a process.
 func command(pid int) string {
 	text, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/cmdline")
-	line := strings.TrimSpace(strings.ReplaceAll(string(text), "\x00", " "))
+	line := strings.Join(strings.Fields(strings.ReplaceAll(string(text), "\x00", " ")), " ") // one, also of `python -c` with a program
 	if len(line) > mostCommand {
 		line = strings.ToValidUTF8(line[:mostCommand], "") + "..."
 	}

@@ -285,7 +285,8 @@ def _child(pid: int, waiters: tuple[int, ...]) -> tuple[str, str]:
 
 def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
-        text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
+        text = " ".join(words)  # one line, also of `python -c` with a program
         return text[:77] + "..." if len(text) > 80 else text
     return "?"
 

@@ -379,7 +379,7 @@ def _server(folder: Path, *arguments: str, name: str = "server.py") -> tuple[sub
 
 
 async def test_the_servers_behind_a_server_are_seen(tmp_path: Path) -> None:
-    far, far_port = _server(tmp_path)
+    far, far_port = _server(tmp_path, name="a\n server.py")  # named in one line
     near, near_port = _server(tmp_path, far_port)
     try:
         async with _called(tmp_path, "asks", f"http://127.0.0.1:{near_port}") as process:
