@@ -34,6 +34,10 @@ def test_a_plugin_is_made_tested_and_listed(tmp_path: Path) -> None:
     assert made.returncode == 0 and "made total: pyproject.toml, samples.jsonl, test_total.py, total.py" in made.stdout, (
         made.stderr
     )
+    again = rollout("new", "tool", "total", folder=tmp_path)
+    assert again.returncode == 64 and "total has files" in again.stderr, again.stderr
+    missing = rollout("test", "none.py:total", folder=tmp_path)
+    assert missing.returncode == 65 and "can't read none.py" in missing.stderr, missing.stderr
     tested = rollout("test", "total/total.py:total", folder=tmp_path)
     assert tested.returncode == 0 and "tool total/total.py:total passes" in tested.stdout, tested.stdout + tested.stderr
     (tmp_path / "total" / "samples.jsonl").write_text('{"arguments": {"a": 1, "b": 1}, "content": "3"}\n')

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import shlex
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -54,11 +55,27 @@ def new(kind: str, name: str, language: str, folder: str) -> dict[str, Any]:
         made.append(file)
     commands = [f"cd {target}", f"rollout plugin test {use}"]
     if language == "go":
-        commands = [f"cd {target}", "go mod tidy", f"go build -o {name} .", "go test .", f"rollout plugin test {use}"]
+        commands = [
+            f"cd {target}",
+            *_replace(),
+            "go mod tidy",
+            f"go build -o {name} .",
+            "go test .",
+            f"rollout plugin test {use}",
+        ]
     else:
-        commands.insert(1, "python -m pytest")
+        commands.append("python -m pytest # if pytest is installed")
     config = _CONFIG.get(kind, "").format(use=f"{name}/{use}")
     return {"folder": str(target), "files": made, "plugin": use, "kind": kind, "commands": commands, "config": config}
+
+
+def _replace() -> list[str]:
+    """The command with which Go takes the modules of the checkout that this package is from."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "libs" / "go.mod").is_file():
+        return []
+    modules = (f"-replace=github.com/rollout-rl/rollout/{name}={root / name}" for name in ("libs", "proto"))
+    return [shlex.join(["go", "mod", "edit", *modules])]
 
 
 def _object(kind: str, name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollout.errors import RolloutError
 from rollout.hosting.manifest import is_manifest, read_manifest
-from rollout.plugin import split_plugin
+from rollout.plugin import RewardImportError, split_plugin
 from rollout.plugin.installed import KINDS, PluginNotInstalled, installed, is_installed, normal
 from rollout_plugins.testing.report import CheckFailed, Report, SamplesInvalid, Verdict
 from rollout_plugins.testing.subject import Hosted, Json, Subject, samples_folder
@@ -234,7 +234,7 @@ def _kind(plugin: str, base_dir: str, samples: list[Json]) -> str:
         if len(kinds) == 1:
             return kinds.pop()
         if not kinds:
-            raise PluginNotInstalled(f"no installed package has {plugin}", fix="see `rollout plugin list`")
+            raise _not_installed(plugin)
         raise PluginNotInstalled(f"{before} has `{name}` of the kinds {', '.join(sorted(kinds))}", fix="write --kind KIND")
     keys = set(samples[0])
     for kind, has in (
@@ -246,6 +246,10 @@ def _kind(plugin: str, base_dir: str, samples: list[Json]) -> str:
     return "data_source"
 
 
+def _not_installed(plugin: str) -> PluginNotInstalled:
+    return PluginNotInstalled(f"no installed package has {plugin}", fix="see `rollout plugin list`")
+
+
 def _samples_file(plugin: str, base_dir: str, named: str) -> Path:
     if named:
         return Path(base_dir, named)
@@ -253,6 +257,15 @@ def _samples_file(plugin: str, base_dir: str, named: str) -> Path:
     for path in (folder / f"{name}.samples.jsonl", folder / "samples.jsonl"):
         if path.is_file():
             return path
+    if is_manifest(plugin):
+        read_manifest(plugin, base_dir)
+    elif is_installed(plugin):
+        if not any(one.name == name and one.distribution == normal(plugin.rpartition(":")[0]) for one in installed()):
+            raise _not_installed(plugin)
+    elif not (Path(base_dir) / (file := split_plugin(plugin)[0])).is_file():
+        raise RewardImportError(
+            f"can't read {file}: there is no such file in {Path(base_dir).absolute()}", fix="correct the path"
+        )
     raise SamplesInvalid(
         f"{plugin} has no golden samples: there is no {name}.samples.jsonl or samples.jsonl in {folder}",
         fix=f"write one sample a line, such as {_EXAMPLES['reward']}, or name the file with --samples",

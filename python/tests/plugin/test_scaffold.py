@@ -46,7 +46,8 @@ def test_the_test_of_a_new_plugin_passes_and_fails(tmp_path: Path) -> None:
 def test_new_plugins_in_go_pass(tmp_path: Path) -> None:
     """Their modules use this checkout through a workspace."""
     for kind in GO_KINDS:
-        new(kind, f"a_{kind}", "go", str(tmp_path))
+        commands = new(kind, f"a_{kind}", "go", str(tmp_path))["commands"]
+        assert commands[1].startswith("go mod edit -replace=") and f"{ROOT / 'libs'} -replace=" in commands[1], commands
     used = [f"./a_{kind}" for kind in GO_KINDS] + [str(ROOT / module) for module in ("proto", "database", "libs")]
     (tmp_path / "go.work").write_text("go 1.26.7\nuse (\n" + "".join(f"\t{folder}\n" for folder in used) + ")\n")
     (tmp_path / "go.work.sum").write_bytes((ROOT / "go.work.sum").read_bytes())
@@ -160,6 +161,9 @@ def test_a_system_without_namespaces_is_named() -> None:
     ("samples", "plugin", "reason", "message"),
     [
         (None, "r.py:f", "PLUGIN_SAMPLES", "r.py:f has no golden samples: there is no f.samples.jsonl or samples.jsonl in "),
+        (None, "none.py:f", "REWARD_IMPORT", "can't read none.py: there is no such file in "),
+        (None, "none.toml:f", "PLUGIN_MANIFEST", "can't read none.toml: No such file or directory"),
+        (None, "acme:f", "PLUGIN_NOT_INSTALLED", "no installed package has acme:f"),
         ("", "r.py:f", "PLUGIN_SAMPLES", "samples.jsonl has no samples"),
         ("[1]\n", "r.py:f", "PLUGIN_SAMPLES", "samples.jsonl:1 is not a JSON object"),
         ("{}\n", "plugin.toml:f", "PLUGIN_MANIFEST", "can't read plugin.toml: No such file or directory"),

@@ -115,7 +115,7 @@ func ask(ctx context.Context, log io.Writer, command []string, request map[strin
 		if e.File != "" && e.Line != 0 {
 			e.Message = fmt.Sprintf("%s:%d: %s", e.File, e.Line, e.Message)
 		}
-		return nil, &exit.Error{Code: exit.Unavailable, Reason: e.Reason, Fix: e.Fix, Err: errors.New(e.Message)}
+		return nil, &exit.Error{Code: codeOf(e.Reason), Reason: e.Reason, Fix: e.Fix, Err: errors.New(e.Message)}
 	case failed != nil:
 		return nil, exit.New(exit.Unavailable, "see the lines above, or name another command with --worker", "%s: %w", strings.Join(command, " "), failed)
 	case err != nil:
@@ -135,4 +135,16 @@ func versions(packages map[string]string) string {
 func exists(path string) bool {
 	_, err := os.Stat(path)
 	return err == nil
+}
+
+// codeOf returns the exit code of a reason. What the worker refuses is a mistake in the command
+// line or in the plugin, except where an index of packages fails.
+func codeOf(reason string) int {
+	switch reason {
+	case "PLUGIN_NEW":
+		return exit.Usage
+	case "PLUGIN_INSTALL":
+		return exit.Unavailable
+	}
+	return exit.Data
 }
