@@ -150,7 +150,8 @@ func branchText(env *cli.Env, got *answer) string {
 	s := env.Style()
 	var out strings.Builder
 	for _, b := range got.Branches {
-		fmt.Fprintf(&out, "%s  reward %s, %s %s\n", s.Bold(fmt.Sprintf("branch %d", b.Branch)), output.Number(b.Reward), strings.ToUpper(b.Outcome), b.Reason)
+		fmt.Fprintln(&out, strings.TrimSpace(fmt.Sprintf("%s  reward %s, %s %s", s.Bold(fmt.Sprintf("branch %d", b.Branch)), output.Number(b.Reward),
+			strings.ToUpper(b.Outcome), b.Reason)))
 		for _, t := range b.Turns {
 			fmt.Fprintf(&out, "  %s  %q  %s\n", s.Cyan("policy"), t.Said, s.Dim("reward "+output.Number(t.Reward)))
 			if t.Text != "" {

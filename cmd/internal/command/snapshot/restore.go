@@ -2,6 +2,7 @@ package snapshot
 
 import (
 	"context"
+	"fmt"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -102,6 +103,6 @@ func unchanged(ctx context.Context, c *client.Client, old *runv1.Run) error {
 	for _, p := range verified.GetProblems() {
 		changes = append(changes, strings.TrimPrefix(p.GetFile()+": "+p.GetMessage(), ": "))
 	}
-	return exit.New(exit.Data, "restore them, or start the new run with the current ones: add --accept-changes",
-		"inputs have changed since run %s was planned: %s", old.GetRunId(), strings.Join(changes, "; "))
+	return &exit.Error{Code: exit.Data, Reason: "PLAN_INPUTS_CHANGED", Fix: "restore them, or start the new run with the current ones: add --accept-changes",
+		Err: fmt.Errorf("inputs have changed since run %s was planned:\n   %s", old.GetRunId(), strings.Join(changes, "\n   "))}
 }
