@@ -195,7 +195,7 @@ func CheckMetric(metric string) error {
 
 // Names are the metrics of steps, without those of rewards.
 var Names = []string{
-	"loss", "entropy", "mismatch/kl", "mismatch/max_ratio", "kl/reference", "kl/reference_point", "kl/coefficient", "kl/teacher",
+	"loss", "entropy", "mismatch/kl", "mismatch/max_ratio", "kl/reference", "kl/reference_point", "kl/coefficient", "kl/teacher", "teacher/covered",
 	"rewards/chosen", "rewards/rejected", "rewards/accuracy", "rewards/margin", "desirable", "clip_fraction", "grad_norm", "learning_rate",
 	"samples", "groups", "groups/equal_rewards", "tokens", "tokens/trained", "tokens/computed", "length/mean", "length/min", "length/max",
 	"staleness/max", "tokens_per_second", "samples_per_second", "updates", "refused", "zero_advantage_groups",

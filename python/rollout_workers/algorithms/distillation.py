@@ -2,7 +2,8 @@
 
 Agarwal et al., arXiv 2306.13649 (student's own samples); Gu et al., arXiv 2306.08543 (reverse KL by
 policy gradient); Lu and Thinking Machines Lab, "On-Policy Distillation" (2025: on the sampled
-tokens alone).
+tokens alone). With ``teacher_top_k`` the divergence is computed over the teacher's most likely
+tokens instead of the sampled one.
 """
 
 from __future__ import annotations
@@ -10,10 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
 from rollout_workers.algorithms.importance import bounded_exp, importance_weights
 from rollout_workers.algorithms.reduction import REDUCTIONS, reduce_tokens
 from rollout_workers.algorithms.surrogate import one_of, present
 from rollout_workers.algorithms.types import Algorithm, LossTerms, Needs, TokenBatch, Updates
+
+REST = 1e-6
+"""The smallest probability of the tokens outside of the teacher's most likely ones: float32 cannot
+tell a smaller one from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,9 @@ class DistillationConfig:
     teacher: str = ""
     """Folder of the teacher's model, for the learner. Empty if samples carry the logprobs of a
     remote teacher."""
+    teacher_top_k: int = 0
+    """The number of the teacher's most likely tokens at each position over which the divergence is
+    computed; 0: the sampled token alone."""
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, REDUCTIONS)
@@ -42,11 +52,17 @@ class DistillationConfig:
 
 def distillation(config: DistillationConfig) -> Algorithm:
     """On-policy distillation as an algorithm."""
-    updates = Updates(config.epochs, config.minibatches)
+    updates, top = Updates(config.epochs, config.minibatches), config.teacher_top_k
     return Algorithm(
         name="distillation",
-        needs=Needs(sampled=True, teacher=True, engine_logprobs=config.off_policy, old_logprobs=updates.count > 1),
-        loss=partial(reverse_kl, config=config),
+        needs=Needs(
+            sampled=True,
+            teacher=True,
+            teacher_top=top,
+            engine_logprobs=config.off_policy and not top,
+            old_logprobs=updates.count > 1 and not top,
+        ),
+        loss=partial(top_reverse_kl if top else reverse_kl, config=config),
         updates=updates,
     )
 
@@ -74,3 +90,32 @@ def reverse_kl(tokens: TokenBatch, *, config: DistillationConfig) -> LossTerms:
         )
     loss = reduce_tokens(per_token, tokens, how=config.reduction, length=config.max_tokens)
     return LossTerms(loss=loss, sums={"kl/teacher": (student - teacher).sum()})
+
+
+def top_reverse_kl(tokens: TokenBatch, *, config: DistillationConfig) -> LossTerms:
+    """The divergence of student p from teacher q at the position of each token, over k + 1
+    outcomes: the k tokens that are most likely under the teacher, and all others together::
+
+        sum over the k tokens of p log(p / q) + p_rest log(p_rest / q_rest)
+
+    It is at most KL(student || teacher), and equal to it if k is the whole vocabulary. Nothing is
+    sampled at the position, so the gradient is exact, and neither a ratio to the policy before the
+    first update nor an importance weight is used; as in ``reverse_kl``, what a token does to later
+    ones is left out. Probabilities of the rest are at least ``REST``.
+
+    float32 [N, k] each. Mask: the tokens are those that carry loss. Reduction:
+    ``config.reduction``, over ``normalizer`` tokens or ``samples`` (``reduce_tokens``). Sums:
+    ``kl/teacher``, of these outcomes, and ``teacher/covered``, the teacher's probability of the k
+    tokens. Raises ``ValueError`` where the batch lacks something.
+    """
+    p = present(tokens.top_logprobs, "the policy's logprobs of the teacher's most likely tokens")
+    q = present(tokens.teacher_top, "the teacher's logprobs of its most likely tokens")
+    p_rest, q_rest = _rest(p), _rest(q)
+    per_token = (p.exp() * (p - q)).sum(-1) + p_rest.exp() * (p_rest - q_rest)
+    loss = reduce_tokens(per_token, tokens, how=config.reduction, length=config.max_tokens)
+    return LossTerms(loss=loss, sums={"kl/teacher": per_token.detach().sum(), "teacher/covered": q.exp().sum()})
+
+
+def _rest(logprobs: Tensor) -> Tensor:
+    """float32 [N, k] -> float32 [N]: the logprob of all other tokens."""
+    return (1 - logprobs.exp().sum(-1)).clamp(min=REST).log()

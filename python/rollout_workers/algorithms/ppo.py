@@ -41,17 +41,22 @@ class PpoConfig(PolicyConfig):
     model."""
     critic_learning_rate: float = 1e-5
     """Peak learning rate of a critic ``network``."""
+    critic_warmup_steps: int = 0
+    """First steps that train the critic ``network`` alone, on samples of the initial policy (value
+    pretraining, VC-PPO, arXiv 2503.01491, section 3.2)."""
 
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)
         one_of("critic", self.critic, ("head", "network"))
+        if self.critic_warmup_steps and self.critic == "head":
+            raise ValueError("critic_warmup_steps needs critic 'network': a head has the optimizer of the policy")
 
 
 def ppo(config: PpoConfig) -> Algorithm:
     """PPO as an algorithm: ``surrogate.policy_loss``, advantages and returns from ``estimate``, and
     ``value_loss``."""
     algorithm = policy_algorithm("ppo", config, estimate=partial(estimate, config=config), critic=True)
-    return replace(algorithm, value_loss=partial(value_loss, config=config))
+    return replace(algorithm, value_loss=partial(value_loss, config=config), critic_warmup_steps=config.critic_warmup_steps)
 
 
 def estimate(batch: EstimatorBatch, *, config: PpoConfig) -> Estimate:

@@ -53,6 +53,9 @@ class Needs:
     """``TokenBatch.entropy`` with gradient."""
     teacher: bool = False
     """The teacher's logprobs of the sampled tokens."""
+    teacher_top: int = 0
+    """``TokenBatch.teacher_top`` and ``top_logprobs`` with this many tokens, in place of the
+    teacher's logprobs of the sampled ones."""
     mismatched: bool = False
     """Sums of logprobs of the batch's prompts with completions of other prompts, under the policy
     and the reference (KTO)."""
@@ -115,6 +118,11 @@ class TokenBatch:
     """float32 [N]: logprobs of the initial model."""
     teacher_logprobs: Tensor | None = None
     """float32 [N]: logprobs of the teacher."""
+    teacher_top: Tensor | None = None
+    """float32 [N, k]: the teacher's logprobs of the k tokens that are most likely under it at the
+    position of each token."""
+    top_logprobs: Tensor | None = None
+    """float32 [N, k], with gradient: the trained policy's logprobs of the same k tokens."""
     entropy: Tensor | None = None
     """float32 [N], with gradient: entropy in nats of the distribution from which the token was
     sampled."""
@@ -261,6 +269,8 @@ class Algorithm:
     token rewards. Absent if neither rewards nor a teacher are used."""
     value_loss: Callable[[ValueBatch], LossTerms] | None = None
     """Present if and only if ``needs.critic``."""
+    critic_warmup_steps: int = 0
+    """First steps in which the loss is that of the values alone, and the policy does not change."""
     family: Family = "tokens"
     updates: Updates = field(default_factory=Updates)
     shape: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None

@@ -12,7 +12,8 @@
 | ``kl/reference`` | KL(learner || initial model) by the loss's estimator, same tokens; in the reward: all trained tokens |
 | ``kl/coefficient`` | the weight of that KL in this step |
 | ``kl/update`` | KL(policy that acted || learner) over all updates, k3; of policies that act for many steps |
-| ``kl/teacher`` | KL(learner || teacher), k1, over the same tokens |
+| ``kl/teacher`` | KL(learner || teacher), k1, over the same tokens; with ``teacher_top_k`` over those outcomes |
+| ``teacher/covered`` | probability of the teacher's ``teacher_top_k`` tokens under it, mean over the same tokens |
 | ``rewards/chosen``, ``rewards/rejected`` | sums of the (implicit) rewards of each kind, over pairs; KTO: over all samples |
 | ``rewards/accuracy`` | share of pairs whose chosen completion has the higher reward |
 | ``rewards/margin`` | mean reward of chosen minus rejected; KTO: only for batches with both kinds |
@@ -23,7 +24,7 @@
 | ``importance/masked`` | share of those tokens that a mask leaves out, with a mask |
 | ``importance/masked_samples`` | share of the computed samples that ``importance_sample_mask`` leaves out |
 | ``grad_norm`` | before clipping |
-| ``learning_rate`` | the learning rate of this step |
+| ``learning_rate`` | the learning rate of this step; 0 while a critic warms up, and then no ``grad_norm`` |
 | ``samples``, ``groups`` | in the batch |
 | ``tokens`` | of the batch: prompts and completions |
 | ``tokens/trained`` | tokens with a loss: the normalizer |

@@ -189,7 +189,8 @@ class Trainer:
         timer, sums, updates = PhaseTimer(), TokenSums(), UpdateMeans()
         several = self.algorithm.updates.count > 1
         before = self.optimizers.snapshot() if several else []
-        rate = self.config.schedule.rate(step)
+        warming = step <= self.algorithm.critic_warmup_steps
+        rate = 0.0 if warming else self.config.schedule.rate(step)
         try:
             objective = FAMILIES[self.algorithm.family](self.models, ordered, step)
             for batches in objective.updates():
@@ -223,7 +224,9 @@ class Trainer:
             "samples_per_second": metrics["samples"] / seconds,
             "time/step": seconds,
         }
-        self._control_kl(metrics)
+        if warming:
+            del metrics["grad_norm"]  # the policy has no gradient
+        self._control_kl(metrics, adapts=not warming)
         return StepResult(step=step, metrics=metrics, advantages=objective.advantages())
 
     @torch.no_grad()
@@ -360,11 +363,11 @@ class Trainer:
         squares = [sum(norm * norm for norm in of_one) for of_one in zip(*(norms for _, norms in found), strict=True)]
         return sum(loss for loss, _ in found), [math.sqrt(square) for square in squares]
 
-    def _control_kl(self, metrics: dict[str, float]) -> None:
+    def _control_kl(self, metrics: dict[str, float], *, adapts: bool) -> None:
         adapt, measured = self.algorithm.next_kl_coefficient, metrics.get("kl/reference")
         if self.algorithm.initial_kl_coefficient > 0:
             metrics["kl/coefficient"] = self.models.kl_coefficient
-        if adapt is not None and measured is not None:
+        if adapts and adapt is not None and measured is not None:
             self.models.kl_coefficient = adapt(self.models.kl_coefficient, measured, int(metrics["samples"]))
 
     def _critic_rate(self, step: int) -> float:

@@ -167,7 +167,7 @@ def test_masks_agree_with_a_direct_evaluation(settings: dict[str, Any], weigh: C
     clipped = np.clip(r, 0.8, 1.2)
     wanted = -(np.minimum(r * a, clipped * a) * weights).sum() / 97.0
     slope = np.where(((r < 0.8) & (a < 0)) | ((r > 1.2) & (a > 0)), 0.0, -r * a * weights) / 97.0
-    tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+    tensors: dict[str, Any] = {name: torch.from_numpy(values) for name, values in batch.items()}
     tensors["logprobs"].requires_grad_()
     found = policy_loss(
         TokenBatch(normalizer=97.0, sample=torch.from_numpy(sample), **tensors), config=GrpoConfig(off_policy=True, **settings)
@@ -185,7 +185,7 @@ def test_masks_agree_with_a_direct_evaluation(settings: dict[str, Any], weigh: C
 @pytest.mark.parametrize("old_policy", ["proximal", "engine"])
 def test_samples_are_left_out_with_either_old_policy(old_policy: str) -> None:
     batch, sample = disagreeing()
-    tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+    tensors: dict[str, Any] = {name: torch.from_numpy(values) for name, values in batch.items()}
     tensors["logprobs"].requires_grad_()
     config = GrpoConfig(off_policy=True, old_policy=old_policy, importance_sample_mask="sequence", clip_low=1.0, clip_high=100.0)
     policy_loss(TokenBatch(normalizer=1.0, sample=torch.from_numpy(sample), **tensors), config=config).loss.backward()
@@ -206,7 +206,7 @@ def test_a_completion_of_rloo_is_weighed_once() -> None:
     however many tokens it has."""
     batch, sample = disagreeing()
     advantages = np.array([0.5, -1.0, 2.0, 1.0, -0.25])
-    tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+    tensors: dict[str, Any] = {name: torch.from_numpy(values) for name, values in batch.items()}
     tensors |= {"advantages": torch.from_numpy(advantages[sample]), "logprobs": tensors["logprobs"].requires_grad_()}
     config = RlooConfig(off_policy=True, clip_low=1.0, clip_high=100.0)
     tokens = TokenBatch(normalizer=1.0, samples=5.0, sample=torch.from_numpy(sample), **tensors)
@@ -228,7 +228,7 @@ def test_the_ratio_of_cispo_is_to_the_policy_that_sampled(updates: int) -> None:
     """Off policy the weight of a token's gradient is A clip(p / p_engine), also in the first
     update."""
     batch, sample = disagreeing()
-    tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+    tensors: dict[str, Any] = {name: torch.from_numpy(values) for name, values in batch.items()}
     tensors["logprobs"].requires_grad_()
     if updates == 1:
         del tensors["old_logprobs"]

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_workers.algorithms import DapoConfig, DistillationConfig, GrpoConfig
-from rollout_workers.trainer import BadBatch, Schedule, Trainer, TrainerConfig
+from rollout_workers.trainer import BadBatch, Schedule, Trainer, TrainerConfig, TrainSample
 from rollout_workers.trainer.types import BadSettings
 
 from .addition import sampled_batch
@@ -45,6 +45,58 @@ def test_the_gradient_is_that_of_the_divergence_on_sampled_tokens(model_dir: Pat
     wanted = oracle_gradient(learner, total / count)
     torch.testing.assert_close(gradient(learner, samples), wanted, atol=1e-6, rtol=1e-4)
     assert wanted.abs().max() > 1e-4
+
+
+def full_logprobs(model: torch.nn.Module, sample: TrainSample) -> torch.Tensor:
+    """float32 [T - 1, V]: of every token at every position."""
+    return model(input_ids=torch.from_numpy(sample.token_ids).long()[None], use_cache=False).logits[0].log_softmax(-1)[:-1]
+
+
+@pytest.mark.parametrize("tokens", [40, 10_000])
+@pytest.mark.parametrize("k", [3, 1000])
+def test_the_gradient_over_the_most_likely_tokens_is_exact(model_dir: Path, tmp_path: Path, k: int, tokens: int) -> None:
+    """3 of the 54 tokens and the others together; and all of them, where it is the gradient of the
+    whole divergence."""
+    config = taught(model_dir, tmp_path)
+    settings = dataclasses.replace(config.settings, teacher_top_k=k)
+    learner = Trainer(model_dir, dataclasses.replace(config, settings=settings, tokens_per_microbatch=tokens))
+    teacher, samples = AutoModelForCausalLM.from_pretrained(tmp_path), sampled_batch(3)
+    total, covered, count = torch.zeros(()), 0.0, 0
+    for sample in samples:
+        trained = torch.from_numpy(sample.loss_mask[1:]).bool()
+        p = full_logprobs(learner.policy.model, sample)[trained]
+        with torch.no_grad():
+            q = full_logprobs(teacher, sample)[trained]
+        if k < q.shape[1]:
+            ids = q.argsort(-1, descending=True)[:, :k]
+            p, q = (torch.cat((x.gather(-1, ids), (1 - x.gather(-1, ids).exp().sum(-1, keepdim=True)).log()), -1) for x in (p, q))
+            covered += float(q[:, :k].exp().sum())
+        else:
+            covered += len(q)
+        total, count = total + (p.exp() * (p - q)).sum(), count + len(p)
+    wanted = oracle_gradient(learner, total / count)
+    torch.testing.assert_close(gradient(learner, samples), wanted, atol=1e-6, rtol=1e-3)
+    assert wanted.abs().max() > 1e-3
+    learner.step = 0
+    metrics = learner.train_step(samples, 1).metrics
+    assert metrics["loss"] == pytest.approx(float(total.detach() / count), rel=1e-3)
+    assert metrics["kl/teacher"] == pytest.approx(metrics["loss"], rel=1e-5)
+    assert metrics["teacher/covered"] == pytest.approx(covered / count, rel=1e-4)
+
+
+def test_several_updates_over_the_most_likely_tokens_come_nearer_to_the_teacher(model_dir: Path, tmp_path: Path) -> None:
+    config = taught(model_dir, tmp_path)
+    settings = dataclasses.replace(config.settings, teacher_top_k=8, epochs=2, minibatches=2, off_policy=True)
+    learner = Trainer(model_dir, dataclasses.replace(config, settings=settings))
+    found = [learner.train_step(sampled_batch(3), step).metrics["kl/teacher"] for step in range(1, 9)]
+    assert found[-1] < 0.6 * found[0]
+
+
+def test_the_most_likely_tokens_need_the_teachers_model(model_dir: Path) -> None:
+    samples = [dataclasses.replace(s, teacher_logprobs=s.logprobs) for s in sampled_batch(3)]
+    learner = Trainer(model_dir, dataclasses.replace(CONFIG, settings=DistillationConfig(teacher_top_k=4)))
+    with pytest.raises(BadBatch, match="teacher_top_k needs the teacher's model"):
+        learner.train_step(samples, 1)
 
 
 def test_samples_may_carry_the_teachers_logprobs(model_dir: Path, tmp_path: Path) -> None:

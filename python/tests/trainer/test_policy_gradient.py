@@ -4,7 +4,7 @@ with direct forward passes."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -200,7 +200,7 @@ def test_clips_differ_only_with_several_updates(model_dir: Path) -> None:
     GRPO, and CISPO the fewest, whose gradient it bounds and keeps. GSPO clips whole samples at a
     narrow range, and so the most tokens."""
 
-    def step(name: str, updates: int) -> tuple[dict[str, float], torch.Tensor]:
+    def step(name: str, updates: int) -> tuple[Mapping[str, float], torch.Tensor]:
         settings: dict[str, object] = {"epochs": updates, "minibatches": 1}
         if name == "dapo":
             settings |= {"max_tokens": 100, "dynamic_sampling": False, "overlong_share": 0.0}

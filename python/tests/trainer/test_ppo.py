@@ -132,3 +132,47 @@ def test_a_separate_critic_has_its_own_rate_on_the_policys_schedule(model_dir: P
     after = [critic.head.weight.detach(), learner.policy.model.model.norm.weight.detach()]  # pyright: ignore
     for one, other, rate in zip(before, after, (0.01, 0.0005), strict=True):
         torch.testing.assert_close((other - one).abs(), torch.full_like(one, rate), atol=2e-6, rtol=1e-2)
+
+
+def test_the_critic_is_trained_alone_while_it_warms_up(model_dir: Path, tmp_path: Path) -> None:
+    """The policy stays bit for bit the same, with weight decay and several updates per step. Its
+    first update is then Adam's first one, with the size of the rate. A state saved during the
+    warm-up continues it."""
+    settings = dataclasses.replace(
+        SETTINGS, critic="network", critic_warmup_steps=2, epochs=2, kl_target=0.1, critic_learning_rate=1e-2
+    )
+    optimizer = AdamWConfig(weight_decay=0.1, max_grad_norm=0.0)
+
+    def make() -> Trainer:
+        return trainer(model_dir, settings, optimizer=optimizer)
+
+    learner = make()
+    critic = learner.models.critic
+    assert critic is not None
+    first, heads = learner.weights_digest().root, [critic.head.weight.detach().clone()]
+    errors = []
+    for step in (1, 2):
+        metrics = learner.train_step(batch(2), step).metrics
+        errors.append(metrics["value/error"])
+        heads.append(critic.head.weight.detach().clone())
+        assert learner.weights_digest().root == first and not torch.equal(heads[-1], heads[-2])
+        assert "grad_norm" not in metrics and metrics["learning_rate"] == 0 < metrics["value/grad_norm"]
+        assert metrics["kl/coefficient"] == 0.4
+        if step == 1:
+            learner.save_state(tmp_path)
+    assert errors[1] < errors[0]
+    norm = learner.policy.model.model.norm.weight  # pyright: ignore
+    before = norm.detach().clone()
+    metrics = learner.train_step(batch(2), 3).metrics
+    assert metrics["grad_norm"] > 0 and metrics["learning_rate"] == 1e-3
+    torch.testing.assert_close((norm.detach() - before).abs().max(), torch.tensor(2e-3), atol=2e-4, rtol=0)
+    resumed = make()
+    resumed.load_state(tmp_path)
+    for step in (2, 3):
+        resumed.train_step(batch(2), step)
+    assert resumed.weights_digest().root == learner.weights_digest().root != first
+
+
+def test_a_head_has_no_warm_up() -> None:
+    with pytest.raises(ValueError, match="critic_warmup_steps needs critic 'network'"):
+        PpoConfig(critic_warmup_steps=1)

@@ -39,6 +39,7 @@ from rollout_workers.weights import weights_digest
 
 from .addition import demonstrations, sampled_batch
 from .team import Failure, together
+from .test_distillation import taught
 from .test_families import labelled, pairs
 
 pytestmark = pytest.mark.timeout(400)  # up to four processes, and the machine may be busy
@@ -55,8 +56,10 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": "grpo", "settings": GrpoConfig(kl_coefficient=0.02)},
     "ppo": {"algorithm": "ppo", "settings": PpoConfig(epochs=2, minibatches=2)},
     "critic": {"algorithm": "ppo", "settings": PpoConfig(critic="network", kl_coefficient=0.02, kl_target=0.01)},
+    "warm-up": {"algorithm": "ppo", "settings": PpoConfig(critic="network", critic_warmup_steps=2, epochs=2)},
     "lora": {"algorithm": "grpo", "settings": GrpoConfig(kl_coefficient=0.02, epochs=2), "lora": LORA},
     "frozen": {"algorithm": "sft", "freeze": ("model.layers.0.*",), "gradient_checkpointing": True},
+    "distillation": {"algorithm": "distillation"},
     "dpo": {"algorithm": "dpo"},
     "kto": {"algorithm": "kto"},
     "reward": {"algorithm": "reward_model"},
@@ -97,7 +100,9 @@ def apart(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(a[name] - b[name]).max()) for name in a)
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in CASES), ("sft", 4), ("grpo", 4), ("ppo", 4)])
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 2) for name in CASES if name != "distillation"), ("sft", 4), ("grpo", 4), ("ppo", 4)]
+)
 def test_several_ranks_train_the_weights_of_one(model_dir: Path, tmp_path: Path, name: str, size: int) -> None:
     config, steps = case(name), 10 if name in ("sft", "grpo", "ppo") else 4
     _, wanted, alone = trained(ALONE, model_dir, config, 1, steps)
@@ -111,6 +116,14 @@ def test_several_ranks_train_the_weights_of_one(model_dir: Path, tmp_path: Path,
         for key in ("loss", "grad_norm", "entropy", "kl/reference", "kl/coefficient", "value/loss"):
             if key in expected:
                 assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
+
+
+def test_two_ranks_learn_the_teachers_most_likely_tokens(model_dir: Path, tmp_path: Path) -> None:
+    config = taught(model_dir, tmp_path / "teacher")
+    config = case("distillation", settings=dataclasses.replace(config.settings, teacher_top_k=5))
+    _, wanted, _ = trained(ALONE, model_dir, config, 1, 3)
+    results = together(2, tmp_path, trained, model_dir, config, 1, 3)
+    assert results[0][0] == results[1][0] and apart(results[0][1], wanted) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["sft", "critic", "lora"])

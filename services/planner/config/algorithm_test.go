@@ -90,6 +90,10 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 			"CONFLICT algorithm.ppo.kl_target: `algorithm.ppo.kl_target` needs `algorithm.ppo.kl_coefficient` above 0, which it adapts: remove `kl_target`, or write `kl_coefficient = 0.05`"},
 		{"dual clip below 1", "ppo", "", []string{"algorithm.ppo.dual_clip=0.9"},
 			"CONFLICT algorithm.ppo.dual_clip: `algorithm.ppo.dual_clip` must be above 1, or 0 for no bound: write `dual_clip = 3.0`, or remove it"},
+		{"warm-up of a head", "ppo", "", []string{"algorithm.ppo.critic_warmup_steps=3"},
+			"CONFLICT algorithm.ppo.critic_warmup_steps: `algorithm.ppo.critic_warmup_steps` needs `critic = \"network\"`: a head has the optimizer of the policy: write `critic = \"network\"`, or remove `critic_warmup_steps`"},
+		{"warm-up of the critic in every step", "ppo", "", []string{"algorithm.ppo.critic=network", "algorithm.ppo.critic_warmup_steps=9", "train.steps=9"},
+			"CONFLICT algorithm.ppo.critic_warmup_steps: `algorithm.ppo.critic_warmup_steps` must be below `train.steps`: the policy would never be trained: lower `critic_warmup_steps` or raise `steps`"},
 		{"dual clip with CISPO", "cispo", "", []string{"algorithm.cispo.dual_clip=3"},
 			"CONFLICT algorithm.cispo.dual_clip: `algorithm.cispo.dual_clip` must be 0: CISPO clips weights of gradients, not losses: remove `dual_clip`"},
 		{"default of the algorithm in the fix", "dapo", "", []string{"algorithm.dapo.clip_high=-1"},
@@ -111,6 +115,11 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 		{"no teacher", "distillation", "teacher = \"teacher\"\n", nil,
 			"CONFLICT algorithm.distillation: `[algorithm.distillation]` takes exactly one of `teacher` and `[algorithm.distillation.endpoint]`: " +
 				"write `teacher = \"models/teacher\"`, or a table [algorithm.distillation.endpoint] with `base_url` and `model`"},
+		{"top-k of an endpoint", "distillation", "teacher = \"teacher\"\n", []string{"algorithm.distillation.endpoint.base_url=http://127.0.0.1:8000/v1", "algorithm.distillation.endpoint.model=teacher", "algorithm.distillation.teacher_top_k=8"},
+			"CONFLICT algorithm.distillation.teacher_top_k: `algorithm.distillation.teacher_top_k` needs `teacher`: an endpoint reports logprobs of sampled tokens only: " +
+				"write `teacher = \"models/teacher\"` instead of the table [algorithm.distillation.endpoint], or remove `teacher_top_k`"},
+		{"too many tokens of the teacher", "distillation", "", []string{"algorithm.distillation.teacher_top_k=2000"},
+			"OUT_OF_RANGE algorithm.distillation.teacher_top_k: `algorithm.distillation.teacher_top_k` must be between 0 and 1024, got 2000: write a number between 0 and 1024; the default is 0"},
 		{"too much label smoothing", "dpo", "", []string{"algorithm.dpo.label_smoothing=0.5"},
 			"OUT_OF_RANGE algorithm.dpo.label_smoothing: `algorithm.dpo.label_smoothing` must be at least 0 and below 0.5, got 0.5: write a number at least 0 and below 0.5; the default is 0.0"},
 		{"beta 0", "ipo", "", []string{"algorithm.ipo.beta=0"},

@@ -478,6 +478,7 @@ class PpoConfig(_message.Message):
     VALUE_COEFFICIENT_FIELD_NUMBER: _builtins.int
     CRITIC_FIELD_NUMBER: _builtins.int
     CRITIC_LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    CRITIC_WARMUP_STEPS_FIELD_NUMBER: _builtins.int
     gamma: _builtins.float
     """Discount of later rewards, per token."""
     gae_lambda: _builtins.float
@@ -496,6 +497,10 @@ class PpoConfig(_message.Message):
     """
     critic_learning_rate: _builtins.float
     """Peak learning rate of a critic `network`. It follows the schedule of the policy."""
+    critic_warmup_steps: _builtins.int
+    """First steps that train the critic `network` alone, on samples of the initial policy, so that
+    the first advantages are not those of a critic without knowledge (arXiv 2503.01491).
+    """
     @_builtins.property
     def loss(self) -> Global___PolicyLossConfig:
         """The policy-gradient loss."""
@@ -511,15 +516,18 @@ class PpoConfig(_message.Message):
         value_coefficient: _builtins.float | None = ...,
         critic: _builtins.str | None = ...,
         critic_learning_rate: _builtins.float | None = ...,
+        critic_warmup_steps: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_critic", b"_critic", "_critic_learning_rate", b"_critic_learning_rate", "_gae_lambda", b"_gae_lambda", "_gamma", b"_gamma", "_value_clip", b"_value_clip", "_value_coefficient", b"_value_coefficient", "_whiten_advantages", b"_whiten_advantages", "critic", b"critic", "critic_learning_rate", b"critic_learning_rate", "gae_lambda", b"gae_lambda", "gamma", b"gamma", "loss", b"loss", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient", "whiten_advantages", b"whiten_advantages"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_critic", b"_critic", "_critic_learning_rate", b"_critic_learning_rate", "_critic_warmup_steps", b"_critic_warmup_steps", "_gae_lambda", b"_gae_lambda", "_gamma", b"_gamma", "_value_clip", b"_value_clip", "_value_coefficient", b"_value_coefficient", "_whiten_advantages", b"_whiten_advantages", "critic", b"critic", "critic_learning_rate", b"critic_learning_rate", "critic_warmup_steps", b"critic_warmup_steps", "gae_lambda", b"gae_lambda", "gamma", b"gamma", "loss", b"loss", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient", "whiten_advantages", b"whiten_advantages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_critic", b"_critic", "_critic_learning_rate", b"_critic_learning_rate", "_gae_lambda", b"_gae_lambda", "_gamma", b"_gamma", "_value_clip", b"_value_clip", "_value_coefficient", b"_value_coefficient", "_whiten_advantages", b"_whiten_advantages", "critic", b"critic", "critic_learning_rate", b"critic_learning_rate", "gae_lambda", b"gae_lambda", "gamma", b"gamma", "loss", b"loss", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient", "whiten_advantages", b"whiten_advantages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_critic", b"_critic", "_critic_learning_rate", b"_critic_learning_rate", "_critic_warmup_steps", b"_critic_warmup_steps", "_gae_lambda", b"_gae_lambda", "_gamma", b"_gamma", "_value_clip", b"_value_clip", "_value_coefficient", b"_value_coefficient", "_whiten_advantages", b"_whiten_advantages", "critic", b"critic", "critic_learning_rate", b"critic_learning_rate", "critic_warmup_steps", b"critic_warmup_steps", "gae_lambda", b"gae_lambda", "gamma", b"gamma", "loss", b"loss", "value_clip", b"value_clip", "value_coefficient", b"value_coefficient", "whiten_advantages", b"whiten_advantages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__critic: _TypeAlias = _typing.Literal["critic"]  # noqa: Y015
     _WhichOneofArgType__critic: _TypeAlias = _typing.Literal["_critic", b"_critic"]  # noqa: Y015
     _WhichOneofReturnType__critic_learning_rate: _TypeAlias = _typing.Literal["critic_learning_rate"]  # noqa: Y015
     _WhichOneofArgType__critic_learning_rate: _TypeAlias = _typing.Literal["_critic_learning_rate", b"_critic_learning_rate"]  # noqa: Y015
+    _WhichOneofReturnType__critic_warmup_steps: _TypeAlias = _typing.Literal["critic_warmup_steps"]  # noqa: Y015
+    _WhichOneofArgType__critic_warmup_steps: _TypeAlias = _typing.Literal["_critic_warmup_steps", b"_critic_warmup_steps"]  # noqa: Y015
     _WhichOneofReturnType__gae_lambda: _TypeAlias = _typing.Literal["gae_lambda"]  # noqa: Y015
     _WhichOneofArgType__gae_lambda: _TypeAlias = _typing.Literal["_gae_lambda", b"_gae_lambda"]  # noqa: Y015
     _WhichOneofReturnType__gamma: _TypeAlias = _typing.Literal["gamma"]  # noqa: Y015
@@ -534,6 +542,8 @@ class PpoConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__critic) -> _WhichOneofReturnType__critic | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__critic_learning_rate) -> _WhichOneofReturnType__critic_learning_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__critic_warmup_steps) -> _WhichOneofReturnType__critic_warmup_steps | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gae_lambda) -> _WhichOneofReturnType__gae_lambda | None: ...
     @_typing.overload
@@ -984,6 +994,7 @@ class DistillationConfig(_message.Message):
     MINIBATCHES_FIELD_NUMBER: _builtins.int
     IMPORTANCE_CAP_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    TEACHER_TOP_K_FIELD_NUMBER: _builtins.int
     teacher: _builtins.str
     """Folder of the teacher's model in the Hugging Face layout, which the learner loads. The
     alternative is `[algorithm.distillation.endpoint]`.
@@ -998,6 +1009,11 @@ class DistillationConfig(_message.Message):
     """In async mode and if not `deterministic`, largest importance weight against the logprobs of the
     engine.
     """
+    teacher_top_k: _builtins.int
+    """Number of the teacher's most likely tokens at each position over which the divergence is
+    computed, with all others as one more outcome. Its gradient has less variance than that of the
+    sampled token alone, and needs no importance weight. 0: the sampled token.
+    """
     @_builtins.property
     def endpoint(self) -> Global___TeacherEndpointConfig:
         """A teacher that an engine serves, instead of a folder."""
@@ -1011,10 +1027,11 @@ class DistillationConfig(_message.Message):
         minibatches: _builtins.int | None = ...,
         importance_cap: _builtins.float | None = ...,
         endpoint: Global___TeacherEndpointConfig | None = ...,
+        teacher_top_k: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_minibatches", b"_minibatches", "_reduction", b"_reduction", "_teacher", b"_teacher", "endpoint", b"endpoint", "epochs", b"epochs", "importance_cap", b"importance_cap", "minibatches", b"minibatches", "reduction", b"reduction", "teacher", b"teacher"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_minibatches", b"_minibatches", "_reduction", b"_reduction", "_teacher", b"_teacher", "_teacher_top_k", b"_teacher_top_k", "endpoint", b"endpoint", "epochs", b"epochs", "importance_cap", b"importance_cap", "minibatches", b"minibatches", "reduction", b"reduction", "teacher", b"teacher", "teacher_top_k", b"teacher_top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_minibatches", b"_minibatches", "_reduction", b"_reduction", "_teacher", b"_teacher", "endpoint", b"endpoint", "epochs", b"epochs", "importance_cap", b"importance_cap", "minibatches", b"minibatches", "reduction", b"reduction", "teacher", b"teacher"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epochs", b"_epochs", "_importance_cap", b"_importance_cap", "_minibatches", b"_minibatches", "_reduction", b"_reduction", "_teacher", b"_teacher", "_teacher_top_k", b"_teacher_top_k", "endpoint", b"endpoint", "epochs", b"epochs", "importance_cap", b"importance_cap", "minibatches", b"minibatches", "reduction", b"reduction", "teacher", b"teacher", "teacher_top_k", b"teacher_top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epochs: _TypeAlias = _typing.Literal["epochs"]  # noqa: Y015
     _WhichOneofArgType__epochs: _TypeAlias = _typing.Literal["_epochs", b"_epochs"]  # noqa: Y015
@@ -1026,6 +1043,8 @@ class DistillationConfig(_message.Message):
     _WhichOneofArgType__reduction: _TypeAlias = _typing.Literal["_reduction", b"_reduction"]  # noqa: Y015
     _WhichOneofReturnType__teacher: _TypeAlias = _typing.Literal["teacher"]  # noqa: Y015
     _WhichOneofArgType__teacher: _TypeAlias = _typing.Literal["_teacher", b"_teacher"]  # noqa: Y015
+    _WhichOneofReturnType__teacher_top_k: _TypeAlias = _typing.Literal["teacher_top_k"]  # noqa: Y015
+    _WhichOneofArgType__teacher_top_k: _TypeAlias = _typing.Literal["_teacher_top_k", b"_teacher_top_k"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__epochs) -> _WhichOneofReturnType__epochs | None: ...
     @_typing.overload
@@ -1036,6 +1055,8 @@ class DistillationConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reduction) -> _WhichOneofReturnType__reduction | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__teacher) -> _WhichOneofReturnType__teacher | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__teacher_top_k) -> _WhichOneofReturnType__teacher_top_k | None: ...
 
 Global___DistillationConfig: _TypeAlias = DistillationConfig  # noqa: Y015
 

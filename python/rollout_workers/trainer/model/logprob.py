@@ -202,3 +202,20 @@ def logit_logprobs(
     """
     limit = LOGITS_LIMIT if limit is None else limit
     return LogitLogprob.apply(logits, predictors, predictor, target, temperature, limit)  # type: ignore[no-any-return]
+
+
+def top_logprobs(
+    logits_of: Callable[[slice], Tensor], count: int, k: int, *, temperature: float = 1.0, step: int
+) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens of ``count`` rows of logits, int64 [M, k], and their logprobs,
+    float32 [M, k], without gradient.
+
+    logits_of: rows -> float [m, V]. step: the rows of a chunk.
+    """
+    ids, found = [], []
+    for start in range(0, count, step):
+        logits = logits_of(slice(start, start + step)).float() / temperature
+        values, places = logits.topk(min(k, logits.shape[-1]), dim=-1)
+        ids.append(places)
+        found.append(values - logits.logsumexp(-1, keepdim=True))
+    return torch.cat(ids), torch.cat(found)

@@ -22,7 +22,7 @@ from rollout_workers.trainer.distributed.shards import whole
 from rollout_workers.trainer.model import fused
 from rollout_workers.trainer.model.adapter import Adapter, LoraConfig
 from rollout_workers.trainer.model.freezing import checkpoint_gradients, freeze
-from rollout_workers.trainer.model.logprob import logit_logprobs, token_logprobs
+from rollout_workers.trainer.model.logprob import LOGITS_LIMIT, logit_logprobs, token_logprobs, top_logprobs
 from rollout_workers.trainer.model.tree_attention import install, installed
 from rollout_workers.trainer.model.tree_layout import tree_layout
 from rollout_workers.trainer.packing import MicroBatch, pack
@@ -187,6 +187,23 @@ class Policy:
         head: Any = self.model.get_output_embeddings()
         tokens, entropy = token_logprobs(states, head.weight, head.bias, predictor, target, temperature=temperature)
         return tokens, entropy, states if hidden else None
+
+    @torch.no_grad()
+    def top(self, batch: MicroBatch, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The k most likely tokens at each predicting position of a micro-batch, int64 [M, k], and
+        their logprobs at ``temperature``, float32 [M, k]."""
+        return self._inside(self._top, batch, k, temperature)
+
+    def _top(self, batch: MicroBatch, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        predictors = torch.from_numpy(batch.predictors).to(self.model.device)
+        step = max(1, LOGITS_LIMIT // self.model.config.get_text_config().vocab_size)
+        if not self.linear_head:
+            logits = self._call(self.model, batch).logits.flatten(0, 1)
+            return top_logprobs(lambda rows: logits[predictors[rows]], len(predictors), k, temperature=temperature, step=step)
+        states = self._call(self.model.base_model, batch).last_hidden_state.flatten(0, 1).index_select(0, predictors)
+        head: Any = self.model.get_output_embeddings()
+        logits_of = lambda rows: torch.nn.functional.linear(states[rows], head.weight, head.bias)  # noqa: E731
+        return top_logprobs(logits_of, len(predictors), k, temperature=temperature, step=step)
 
     def _call(self, module: torch.nn.Module, batch: MicroBatch, **options: bool) -> Any:
         return call_packed(module, batch, device=self.model.device, dtype=self.model.dtype, **options)

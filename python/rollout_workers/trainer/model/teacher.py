@@ -35,3 +35,7 @@ class Teacher:
     def logprobs(self, batch: MicroBatch, *, temperature: float = 1.0) -> Tensor:
         """float32 [N]: logprobs of a micro-batch's trained tokens."""
         return self._policy.logprobs(batch, temperature=temperature).tokens
+
+    def top(self, batch: MicroBatch, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """``Policy.top`` of the teacher."""
+        return self._policy.top(batch, k, temperature=temperature)

@@ -74,14 +74,15 @@ class Tokens:
                 yield self._begin(sorted(part.tolist()))
 
     def part(self, batch: MicroBatch) -> Part:
-        """Policy loss and, with a critic, value loss."""
+        """Policy loss and, with a critic, value loss; the latter alone while the critic warms
+        up."""
         models = self._models
-        policy = models.policy.logprobs(
-            batch, temperature=models.temperature, hidden=models.critic is not None and models.critic.on_policy
-        )
+        warming = self._step <= self._algorithm.critic_warmup_steps
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not warming):
+            policy, top = self._logprobs(batch)
         slots = None if self._index is None else self._index.of(batch)
-        terms = self._algorithm.loss(self._tokens(batch, policy, slots))
-        loss, sums = terms.loss, dict(terms.sums)
+        terms = self._algorithm.loss(self._tokens(batch, policy, slots, top))
+        loss, sums = torch.zeros_like(terms.loss) if warming else terms.loss, dict(terms.sums)
         if models.critic is not None and self._algorithm.value_loss is not None:
             assert slots is not None
             value = self._algorithm.value_loss(
@@ -96,6 +97,26 @@ class Tokens:
             sums |= value.sums
         measured, maxima = self._measured(batch, policy, slots)
         return Part(loss, len(batch.target), sums | measured, maxima, terms.shares)
+
+    def _logprobs(self, batch: MicroBatch) -> tuple[Logprobs, tuple[Tensor, Tensor] | None]:
+        """The policy's forward pass, and logprobs of the teacher's most likely tokens if they are
+        needed: the teacher's and the policy's, float32 [N, k] each."""
+        models, k = self._models, self._needs.teacher_top
+        hidden = models.critic is not None and models.critic.on_policy
+        if not k:
+            return models.policy.logprobs(batch, temperature=models.temperature, hidden=hidden), None
+        assert models.teacher is not None
+        ids, of_teacher = models.teacher.top(batch, k, temperature=models.temperature)
+        size, rows = len(batch.target), torch.from_numpy(batch.predictor).to(ids.device)
+        tokens = ids[rows].cpu().numpy()  # [N, k]
+        both = dataclasses.replace(
+            batch,
+            predictor=np.concatenate((batch.predictor, batch.predictor.repeat(tokens.shape[1]))),
+            target=np.concatenate((batch.target, tokens.reshape(-1).astype(batch.target.dtype))),
+        )
+        policy = models.policy.logprobs(both, temperature=models.temperature, hidden=hidden)
+        top = of_teacher[rows], policy.tokens[size:].view(size, -1)
+        return dataclasses.replace(policy, tokens=policy.tokens[:size]), top
 
     def advantages(self) -> Mapping[tuple[str, int], float]:
         """(group_key, sample) -> advantage; the mean over the trained tokens if each token has its
@@ -138,6 +159,8 @@ class Tokens:
         computation, so that all ranks fail."""
         if not self._needs.teacher or self._models.teacher is not None:
             return
+        if self._needs.teacher_top:
+            raise BadBatch("samples carry the teacher's logprobs of sampled tokens only; teacher_top_k needs the teacher's model")
         for sample in samples:
             if sample.teacher_logprobs is None and sample.loss_mask[1:].any():
                 raise BadBatch(f"sample {sample.sample} of group {sample.group_key} has no logprobs of the teacher")
@@ -247,7 +270,7 @@ class Tokens:
             found[here] = logprobs[batch.place[here]]
         return torch.from_numpy(found).to(like.device)
 
-    def _tokens(self, batch: MicroBatch, policy: Logprobs, slots: Tensor | None) -> TokenBatch:
+    def _tokens(self, batch: MicroBatch, policy: Logprobs, slots: Tensor | None, top: tuple[Tensor, Tensor] | None) -> TokenBatch:
         models, needs, tokens = self._models, self._needs, policy.tokens
         sample = torch.from_numpy(batch.sample)
         advantages = self._advantages
@@ -261,7 +284,7 @@ class Tokens:
             else:
                 reference = models.reference.logprobs(batch, temperature=models.temperature)
         teacher = None
-        if needs.teacher:
+        if needs.teacher and top is None:
             teacher = self._teacher_logprobs(batch, tokens)
         old = None
         if "logprobs" in self._known and self._algorithm.updates.count > 1:
@@ -280,6 +303,8 @@ class Tokens:
             engine_logprobs=torch.from_numpy(batch.engine_logprobs).to(tokens.device) if needs.engine_logprobs else None,
             reference_logprobs=reference,
             teacher_logprobs=teacher,
+            teacher_top=None if top is None else top[0],
+            top_logprobs=None if top is None else top[1],
             entropy=entropy,
             kl_coefficient=models.kl_coefficient,
         )

@@ -47,6 +47,8 @@ class FlatAdamW:
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch, in the order of ``parameters``."""
         pairs = [(total, new) for total, new in zip(self._gradients, gradients, strict=True) if new is not None]
+        if not pairs:
+            return
         if self._empty and len(pairs) == len(self._gradients):
             torch._foreach_copy_([total for total, _ in pairs], [new for _, new in pairs])  # pyright: ignore[reportPrivateImportUsage]
         else:
@@ -208,9 +210,13 @@ class OptimizerSet:
         return [optimizer.norm() for optimizer in self._optimizers]
 
     def step(self, rates: tuple[float, float], norms: Sequence[float]) -> None:
-        """Update with the learning rates of policy and critic. norms: of the whole batch."""
+        """Update with the learning rates of policy and critic; with a rate of 0 for the policy, the
+        critic alone. norms: of the whole batch."""
         for optimizer, rate, norm in zip(self._optimizers, rates, norms, strict=False):
-            optimizer.step(rate, norm)
+            if rate or optimizer is not self._optimizers[0]:
+                optimizer.step(rate, norm)
+            else:
+                optimizer.clear()
 
     def clear(self) -> None:
         """Discard the gradients."""

@@ -176,6 +176,20 @@ An episode of several turns has a reward, and each turn may have one.
 
 Observations are never trained on, whatever the credit.
 
+## The critic of PPO
+
+A critic is a scalar `head` on the policy's last hidden states, or a `network` of its own that starts as a copy of the model, also
+over several ranks. Its head starts at 0, so the first advantages are the rewards themselves. With a `network`,
+`critic_warmup_steps` trains the critic alone in the first steps, on samples of the initial policy (arXiv 2503.01491): the policy
+and its moments do not change, `learning_rate` is 0, and there is no `grad_norm`. `value/error` shows whether it is long enough.
+
+## The teacher's most likely tokens
+
+Distillation uses the sampled token alone, an estimate of the divergence from one sample. With `teacher_top_k = k` and a `teacher`
+in a folder the loss is Σ (Σ p log(p / q) over k + 1 outcomes) / N: the k tokens that are most likely under the teacher q, and all
+others together. It is at most the divergence of the whole vocabulary, and its gradient has no sampling error at the position, so
+neither a ratio nor an importance weight is needed. `teacher/covered` is the probability of the k tokens under the teacher.
+
 ## Samples of other weights and engines
 
 An engine never computes exactly the learner's probabilities, except in deterministic mode, and in async mode it samples with

@@ -779,8 +779,11 @@ type PpoConfig struct {
 	Critic *string `protobuf:"bytes,7,opt,name=critic,proto3,oneof" json:"critic,omitempty"`
 	// Peak learning rate of a critic `network`. It follows the schedule of the policy.
 	CriticLearningRate *float64 `protobuf:"fixed64,8,opt,name=critic_learning_rate,json=criticLearningRate,proto3,oneof" json:"critic_learning_rate,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	// First steps that train the critic `network` alone, on samples of the initial policy, so that
+	// the first advantages are not those of a critic without knowledge (arXiv 2503.01491).
+	CriticWarmupSteps *uint32 `protobuf:"varint,9,opt,name=critic_warmup_steps,json=criticWarmupSteps,proto3,oneof" json:"critic_warmup_steps,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *PpoConfig) Reset() {
@@ -865,6 +868,13 @@ func (x *PpoConfig) GetCritic() string {
 func (x *PpoConfig) GetCriticLearningRate() float64 {
 	if x != nil && x.CriticLearningRate != nil {
 		return *x.CriticLearningRate
+	}
+	return 0
+}
+
+func (x *PpoConfig) GetCriticWarmupSteps() uint32 {
+	if x != nil && x.CriticWarmupSteps != nil {
+		return *x.CriticWarmupSteps
 	}
 	return 0
 }
@@ -1564,7 +1574,11 @@ type DistillationConfig struct {
 	// engine.
 	ImportanceCap *float64 `protobuf:"fixed64,5,opt,name=importance_cap,json=importanceCap,proto3,oneof" json:"importance_cap,omitempty"`
 	// A teacher that an engine serves, instead of a folder.
-	Endpoint      *TeacherEndpointConfig `protobuf:"bytes,6,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
+	Endpoint *TeacherEndpointConfig `protobuf:"bytes,6,opt,name=endpoint,proto3" json:"endpoint,omitempty"`
+	// Number of the teacher's most likely tokens at each position over which the divergence is
+	// computed, with all others as one more outcome. Its gradient has less variance than that of the
+	// sampled token alone, and needs no importance weight. 0: the sampled token.
+	TeacherTopK   *uint32 `protobuf:"varint,7,opt,name=teacher_top_k,json=teacherTopK,proto3,oneof" json:"teacher_top_k,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1639,6 +1653,13 @@ func (x *DistillationConfig) GetEndpoint() *TeacherEndpointConfig {
 		return x.Endpoint
 	}
 	return nil
+}
+
+func (x *DistillationConfig) GetTeacherTopK() uint32 {
+	if x != nil && x.TeacherTopK != nil {
+		return *x.TeacherTopK
+	}
+	return 0
 }
 
 // TeacherEndpointConfig sets a teacher behind an OpenAI-compatible endpoint, such as vLLM or
@@ -1878,7 +1899,7 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\x05falseH\x02R\x0fdynamicSampling\x88\x01\x01B\x10\n" +
 	"\x0e_normalizationB\v\n" +
 	"\t_baselineB\x13\n" +
-	"\x11_dynamic_sampling\"\xd6\x06\n" +
+	"\x11_dynamic_sampling\"\xf9\b\n" +
 	"\tPpoConfig\x12?\n" +
 	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12;\n" +
 	"\x05gamma\x18\x02 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?)\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x05\n" +
@@ -1897,7 +1918,10 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\x06critic\x18\a \x01(\tB \xbaH\x11r\x0fR\x04headR\anetwork\xca\xda\x18\b\n" +
 	"\x06\"head\"H\x05R\x06critic\x88\x01\x01\x12X\n" +
 	"\x14critic_learning_rate\x18\b \x01(\x01B!\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00\xf0?!\x00\x00\x00\x00\x00\x00\x00\x00\xca\xda\x18\x06\n" +
-	"\x041e-5H\x06R\x12criticLearningRate\x88\x01\x01:\x9a\x01\xd2\xda\x18\x95\x01\n" +
+	"\x041e-5H\x06R\x12criticLearningRate\x88\x01\x01\x12E\n" +
+	"\x13critic_warmup_steps\x18\t \x01(\rB\x10\xbaH\x06*\x04\x18\xc0\x84=\xca\xda\x18\x03\n" +
+	"\x010H\aR\x11criticWarmupSteps\x88\x01\x01:\xde\x02\xbaH\xc0\x01\x1a\xbd\x01\n" +
+	"\x17ppo.critic_warmup_steps\x12f`algorithm.ppo.critic_warmup_steps` needs `critic = \"network\"`: a head has the optimizer of the policy\x1a:this.critic_warmup_steps == 0u || this.critic == 'network'\xd2\xda\x18\x95\x01\n" +
 	"\x03PPO\x10\x01\x18\x01(\x010\x01B\v\n" +
 	"\x06epochs\x12\x014B\x16\n" +
 	"\x0ekl_coefficient\x12\x040.05B\x14\n" +
@@ -1911,7 +1935,8 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\v_value_clipB\x14\n" +
 	"\x12_value_coefficientB\t\n" +
 	"\a_criticB\x17\n" +
-	"\x15_critic_learning_rate\"\xaa\x02\n" +
+	"\x15_critic_learning_rateB\x16\n" +
+	"\x14_critic_warmup_steps\"\xaa\x02\n" +
 	"\n" +
 	"GrpoConfig\x12?\n" +
 	"\x04loss\x18\x01 \x01(\v2#.rollout.config.v1.PolicyLossConfigB\x06\xca\xda\x18\x02(\x01R\x04loss\x12E\n" +
@@ -2049,7 +2074,7 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\x11_desirable_weightB\x15\n" +
 	"\x13_undesirable_weightB\x12\n" +
 	"\x10_reference_pointB\t\n" +
-	"\a_paired\"\xcf\x04\n" +
+	"\a_paired\"\xdd\x06\n" +
 	"\x12DistillationConfig\x12@\n" +
 	"\ateacher\x18\x01 \x01(\tB!\xbaH\x04r\x02\x10\x01\xca\xda\x18\x16\x12\x10\"models/teacher\"\x18\x01 \x01H\x00R\ateacher\x88\x01\x01\x12P\n" +
 	"\treduction\x18\x02 \x01(\tB-\xbaH\x1dr\x1bR\x05tokenR\bsequenceR\bconstant\xca\xda\x18\t\n" +
@@ -2060,7 +2085,10 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"\x011H\x03R\vminibatches\x88\x01\x01\x12L\n" +
 	"\x0eimportance_cap\x18\x05 \x01(\x01B \xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@)\x00\x00\x00\x00\x00\x00\xf0?\xca\xda\x18\x05\n" +
 	"\x032.0H\x04R\rimportanceCap\x88\x01\x01\x12L\n" +
-	"\bendpoint\x18\x06 \x01(\v2(.rollout.config.v1.TeacherEndpointConfigB\x06\xca\xda\x18\x02 \x01R\bendpoint:X\xd2\xda\x18T\n" +
+	"\bendpoint\x18\x06 \x01(\v2(.rollout.config.v1.TeacherEndpointConfigB\x06\xca\xda\x18\x02 \x01R\bendpoint\x128\n" +
+	"\rteacher_top_k\x18\a \x01(\rB\x0f\xbaH\x05*\x03\x18\x80\b\xca\xda\x18\x03\n" +
+	"\x010H\x05R\vteacherTopK\x88\x01\x01:\x99\x02\xbaH\xbd\x01\x1a\xba\x01\n" +
+	"\x1adistillation.teacher_top_k\x12k`algorithm.distillation.teacher_top_k` needs `teacher`: an endpoint reports logprobs of sampled tokens only\x1a/this.teacher_top_k == 0u || !has(this.endpoint)\xd2\xda\x18T\n" +
 	"\x16on-policy distillation\x10\x01J\x1b\n" +
 	"\x13train.learning_rate\x12\x041e-6R\x1b\n" +
 	"\x13train.learning_rate\x12\x041e-5B\n" +
@@ -2070,7 +2098,8 @@ const file_rollout_config_v1_algorithm_proto_rawDesc = "" +
 	"_reductionB\t\n" +
 	"\a_epochsB\x0e\n" +
 	"\f_minibatchesB\x11\n" +
-	"\x0f_importance_cap\"\xe4\x04\n" +
+	"\x0f_importance_capB\x10\n" +
+	"\x0e_teacher_top_k\"\xe4\x04\n" +
 	"\x15TeacherEndpointConfig\x12Y\n" +
 	"\bbase_url\x18\x01 \x01(\tB9\xbaH\x16\xc8\x01\x01r\x112\x0f^https?://[^/]+\xca\xda\x18\x1c\x12\x1a\"http://127.0.0.1:8000/v1\"H\x00R\abaseUrl\x88\x01\x01\x124\n" +
 	"\x05model\x18\x02 \x01(\tB\x19\xbaH\a\xc8\x01\x01r\x02\x10\x01\xca\xda\x18\v\x12\t\"teacher\"H\x01R\x05model\x88\x01\x01\x12U\n" +

@@ -3130,7 +3130,7 @@ var File_rollout_config_v1_run_config_proto protoreflect.FileDescriptor
 
 const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
-	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\x81'\n" +
+	"\"rollout/config/v1/run_config.proto\x12\x11rollout.config.v1\x1a\x1bbuf/validate/validate.proto\x1a!rollout/config/v1/algorithm.proto\x1a\x1frollout/config/v1/options.proto\"\xf3(\n" +
 	"\tRunConfig\x12Q\n" +
 	"\x04name\x18\x01 \x01(\tB8\xbaH \xc8\x01\x01r\x1b2\x19^[a-z0-9][a-z0-9-]{0,62}$\xca\xda\x18\x11\x12\x0f\"addition-grpo\"H\x00R\x04name\x88\x01\x01\x12.\n" +
 	"\x04seed\x18\x02 \x01(\x04B\x15\xbaH\v2\t\x18\xff\xff\xff\xff\xff\xff\xff\x0f\xca\xda\x18\x03\n" +
@@ -3162,7 +3162,7 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\n" +
 	"GatesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x123\n" +
-	"\x05value\x18\x02 \x01(\v2\x1d.rollout.config.v1.GateConfigR\x05value:\x028\x01:\x85\x1a\xbaH\x81\x1a\x1a\x98\x02\n" +
+	"\x05value\x18\x02 \x01(\v2\x1d.rollout.config.v1.GateConfigR\x05value:\x028\x01:\xf7\x1b\xbaH\xf3\x1b\x1a\x98\x02\n" +
 	"\x16run_config.reward_kind\x12c`[reward]` takes exactly one of `plugin`, `expression`, `[reward.model]` and `[reward.composite.*]`\x1a\x98\x01!has(this.reward) || [has(this.reward.plugin), has(this.reward.expression), has(this.reward.model), has(this.reward.composite)].filter(x, x).size() == 1\x1a\x88\x02\n" +
 	"\x19run_config.reward_sandbox\x12U`reward.sandbox` needs a `plugin`: expressions and reward models run no code of yours\x1a\x93\x01!has(this.reward) || !this.reward.sandbox || has(this.reward.plugin) || this.reward.composite.exists(name, has(this.reward.composite[name].plugin))\x1a\xe3\x01\n" +
 	"\x16run_config.kto_weights\x12Z`algorithm.kto.desirable_weight` and `algorithm.kto.undesirable_weight` must not both be 0\x1am!has(this.algorithm.kto) || this.algorithm.kto.desirable_weight + this.algorithm.kto.undesirable_weight > 0.0\x1a\xf3\x01\n" +
@@ -3176,7 +3176,8 @@ const file_rollout_config_v1_run_config_proto_rawDesc = "" +
 	"\x1erun_config.deterministic_async\x12,`deterministic = true` needs `mode = \"sync\"`\x1a-!(this.deterministic && this.mode == 'async')\x1a\x95\x01\n" +
 	"\x15run_config.data_train\x127either `data.train` or `[data.train_mix.*]` must be set\x1aC!has(this.data) || has(this.data.train) != has(this.data.train_mix)\x1a\x84\x02\n" +
 	"\x17run_config.data_weights\x12E`[data.train_mix.*]` takes a `weight` in all of its tables or in none\x1a\xa1\x01!has(this.data.train_mix) || this.data.train_mix.all(k, has(this.data.train_mix[k].weight)) || !this.data.train_mix.exists(k, has(this.data.train_mix[k].weight))\x1a\x8e\x01\n" +
-	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1aE!has(this.train.steps) || this.train.warmup_steps <= this.train.steps\x1a\xac\x01\n" +
+	"\x11run_config.warmup\x122`train.warmup_steps` must not exceed `train.steps`\x1aE!has(this.train.steps) || this.train.warmup_steps <= this.train.steps\x1a\xef\x01\n" +
+	"\x18run_config.critic_warmup\x12b`algorithm.ppo.critic_warmup_steps` must be below `train.steps`: the policy would never be trained\x1ao!has(this.train.steps) || !has(this.algorithm.ppo) || this.algorithm.ppo.critic_warmup_steps < this.train.steps\x1a\xac\x01\n" +
 	"\x16run_config.lora_freeze\x12_`train.freeze` and `[lora]` exclude each other: with adapters no weight of the model is trained\x1a1!(has(this.lora) && this.train.freeze.size() > 0)\x1a\x97\x01\n" +
 	"\x17run_config.lora_average\x12K`train.ema_decay` and `[lora]` exclude each other: adapters have no average\x1a/!(has(this.lora) && this.train.ema_decay > 0.0)B\a\n" +
 	"\x05_nameB\a\n" +
