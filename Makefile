@@ -267,6 +267,11 @@ chaos: build venv-dev $(if $(filter servers,$(SHAPE)),$(SERVERS)) ## Inject rand
 check-servers: build venv-dev $(SERVERS) ## Run the suites that need a real server: PostgreSQL, Consul, NATS, S3, GCS, started by the tests
 	@scripts/check_servers
 
+.PHONY: check-slurm
+check-slurm: build venv-dev ## Run the suites of the Slurm launcher on a cluster of four nodes on this host; needs root and Debian's slurmctld, slurmd, slurm-client, munge
+	@cd services && ../scripts/slurm go test -count 1 -tags slurm ./scheduler/launch/slurm
+	@scripts/slurm scripts/e2e e2e/test_slurm.py
+
 .PHONY: check-hosts
 check-hosts: build venv-dev $(SERVERS) ## Cut off hosts (network namespaces) of a running job; needs root, otherwise it is skipped
 	@scripts/postgres && scripts/e2e e2e/test_hosts.py

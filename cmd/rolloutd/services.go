@@ -249,6 +249,9 @@ func newScheduler(ctx context.Context, m *mesh) (hosted, error) {
 	if err != nil {
 		return hosted{}, err
 	}
+	if err := checkLaunchers(m.cfg.Launch); err != nil {
+		return hosted{close: store.Close}, err
+	}
 	keepers := &keeper.Host{Program: []string{program, keeperArgument}}
 	return elect(ctx, m, names.SchedulerService, store, shape, func(store *schedulerstore.Store, epoch uint64) (*scheduler.Server, error) {
 		launcher, places := launchers(m, keeper.Launcher{

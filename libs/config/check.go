@@ -4,9 +4,11 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 )
@@ -113,6 +115,46 @@ func (l Launch) check() (errs []error) {
 	} {
 		if !slices.Contains(launchers, key.value) {
 			errs = append(errs, fmt.Errorf("%s: %q is not one of %s", key.name, key.value, strings.Join(launchers, ", ")))
+		}
+	}
+	all, used := LaunchGroup{Partition: l.Partition, Account: l.Account, TimeLimit: l.TimeLimit, Options: l.Options}, l.Kind == LaunchSlurm
+	groups, merged := map[string]LaunchGroup{"learner": l.Learner, "inference": l.Inference, "reward": l.Reward, "environment": l.Environment}, l.Groups()
+	for _, worker := range slices.Sorted(maps.Keys(groups)) {
+		slurm := merged[worker].Kind == LaunchSlurm
+		used = used || slurm
+		errs = append(errs, groups[worker].check("launch."+worker, slurm)...)
+	}
+	return append(errs, all.check("launch", used)...)
+}
+
+var (
+	slurmTime   = regexp.MustCompile(`^([0-9]+-[0-9]+(:[0-9]+){0,2}|[0-9]+(:[0-9]+){0,2})$`)
+	slurmMemory = regexp.MustCompile(`^[0-9]+[KMGT]?$`)
+)
+
+// check reports what is wrong in a table. slurm: workers of the table are jobs of Slurm.
+func (g LaunchGroup) check(table string, slurm bool) (errs []error) {
+	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(table+"."+format, args...)) }
+	given := g
+	given.Kind = ""
+	if given != (LaunchGroup{}) && !slurm {
+		return []error{fmt.Errorf("%s: partition, account, time_limit, options, cpus, gpus, and memory are for kind = %q alone", table, LaunchSlurm)}
+	}
+	if g.TimeLimit != "" && !slurmTime.MatchString(g.TimeLimit) {
+		fail("time_limit: %q is not a time limit of Slurm; write minutes, hours:minutes:seconds, or days-hours", g.TimeLimit)
+	}
+	if g.Memory != "" && !slurmMemory.MatchString(g.Memory) {
+		fail("memory: %q is not a size of Slurm; write 16G", g.Memory)
+	}
+	if g.CPUs < 0 {
+		fail("cpus: %d is below 0", g.CPUs)
+	}
+	if g.GPUs < 0 {
+		fail("gpus: %d is below 0", g.GPUs)
+	}
+	for option := range strings.FieldsSeq(g.Options) {
+		if !strings.HasPrefix(option, "--") {
+			fail("options: %q does not begin with --; write --name=value", option)
 		}
 	}
 	return errs

@@ -159,31 +159,46 @@ type Worker struct {
 
 // Launch says who starts the workers of each kind.
 type Launch struct {
-	Kind        string      `toml:"kind"` // of the kinds of workers that have none of their own
+	Kind        string      `toml:"kind"` // of the kinds of workers that name none
+	Partition   string      `toml:"partition"`
+	Account     string      `toml:"account"`
+	TimeLimit   string      `toml:"time_limit"`
+	Options     string      `toml:"options"`
 	Learner     LaunchGroup `toml:"learner"`
 	Inference   LaunchGroup `toml:"inference"`
 	Reward      LaunchGroup `toml:"reward"`
 	Environment LaunchGroup `toml:"environment"`
 }
 
-// LaunchGroup is what differs for the workers of one kind.
+// LaunchGroup is what differs for the workers of one kind. All but the kind of the launcher is for
+// Slurm.
 type LaunchGroup struct {
-	Kind string `toml:"kind"`
+	Kind      string `toml:"kind"`
+	Partition string `toml:"partition"`
+	Account   string `toml:"account"`
+	TimeLimit string `toml:"time_limit"`
+	Options   string `toml:"options"` // of sbatch, separated by spaces
+	CPUs      int    `toml:"cpus"`
+	GPUs      int    `toml:"gpus"`
+	Memory    string `toml:"memory"`
 }
 
 // Launchers, the values of Launch.Kind.
 const (
 	LaunchLocal    = "local"    // child processes of the scheduler
 	LaunchExternal = "external" // an operator starts them, and they join
+	LaunchSlurm    = "slurm"    // jobs of a Slurm cluster
 )
 
-var launchers = []string{LaunchLocal, LaunchExternal}
+var launchers = []string{LaunchLocal, LaunchExternal, LaunchSlurm}
 
-// Groups are the settings by kind of worker, with the launcher of each.
+// Groups are the settings by kind of worker, with those of all kinds filled in.
 func (l Launch) Groups() map[string]LaunchGroup {
 	out := map[string]LaunchGroup{"learner": l.Learner, "inference": l.Inference, "reward": l.Reward, "environment": l.Environment}
 	for worker, group := range out {
-		group.Kind = cmp.Or(group.Kind, l.Kind)
+		group.Kind, group.Partition = cmp.Or(group.Kind, l.Kind), cmp.Or(group.Partition, l.Partition)
+		group.Account, group.TimeLimit = cmp.Or(group.Account, l.Account), cmp.Or(group.TimeLimit, l.TimeLimit)
+		group.Options = cmp.Or(group.Options, l.Options)
 		out[worker] = group
 	}
 	return out

@@ -151,8 +151,45 @@ kind = "local"
 	}
 	for _, flag := range []string{"--launch-kind=ssh", "--launch-reward-kind=ssh"} {
 		key := strings.NewReplacer("--", "", "-", ".").Replace(strings.TrimSuffix(flag, "=ssh"))
-		if _, err := Load([]string{flag}, home, &bytes.Buffer{}); err == nil || !strings.Contains(err.Error(), key+`: "ssh" is not one of local, external`) {
+		if _, err := Load([]string{flag}, home, &bytes.Buffer{}); err == nil || !strings.Contains(err.Error(), key+`: "ssh" is not one of local, external, slurm`) {
 			t.Errorf("%s: %v", flag, err)
+		}
+	}
+}
+
+// Resources are those of all kinds of workers, unless a kind has its own.
+func TestResourcesOfSlurm(t *testing.T) {
+	t.Parallel()
+	path := write(t, `
+[launch]
+kind = "slurm"
+partition = "cpu"
+time_limit = "1-0"
+[launch.learner]
+partition = "gpu"
+gpus = 8
+cpus = 16
+memory = "64G"
+options = "--exclusive --qos=high"
+`)
+	got := load(t, nil, "--config", path).Launch.Groups()
+	want := LaunchGroup{Kind: LaunchSlurm, Partition: "gpu", TimeLimit: "1-0", GPUs: 8, CPUs: 16, Memory: "64G", Options: "--exclusive --qos=high"}
+	if got["learner"] != want {
+		t.Errorf("got %+v, want %+v", got["learner"], want)
+	}
+	if want := (LaunchGroup{Kind: LaunchSlurm, Partition: "cpu", TimeLimit: "1-0"}); got["inference"] != want {
+		t.Errorf("got %+v, want %+v", got["inference"], want)
+	}
+	for text, want := range map[string]string{
+		"[launch]\npartition = \"cpu\"":                                      `launch: partition, account, time_limit, options, cpus, gpus, and memory are for kind = "slurm" alone`,
+		"[launch.reward]\nkind = \"external\"\ngpus = 1":                     `launch.reward: partition, account,`,
+		"[launch]\nkind = \"slurm\"\ntime_limit = \"a day\"":                 `launch.time_limit: "a day" is not a time limit of Slurm`,
+		"[launch]\nkind = \"slurm\"\n[launch.reward]\nmemory = \"16 GB\"":    `launch.reward.memory: "16 GB" is not a size of Slurm; write 16G`,
+		"[launch]\nkind = \"slurm\"\n[launch.learner]\ncpus = -1\ngpus = -2": "launch.learner.cpus: -1 is below 0\nlaunch.learner.gpus: -2 is below 0",
+		"[launch]\nkind = \"slurm\"\noptions = \"-p gpu\"":                   `launch.options: "-p" does not begin with --`,
+	} {
+		if _, err := Load([]string{"--config", write(t, text)}, home, &bytes.Buffer{}); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %s", text, err, want)
 		}
 	}
 }

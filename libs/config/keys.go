@@ -15,7 +15,7 @@ type key struct {
 }
 
 // keys has every setting. A test compares it with the struct's TOML names.
-var keys = []key{
+var keys = append([]key{
 	{"state_dir", "folder of databases, streams, artifacts and runs", func(c *Config) any { return &c.StateDir }},
 	{"shared_dir", "folder of artifacts, segments and runs, the same for all replicas of a service; default: the state folder", func(c *Config) any { return &c.SharedDir }},
 	{"target", "what this process hosts: all, or a comma list of the targets below", func(c *Config) any { return &c.Target }},
@@ -77,11 +77,39 @@ var keys = []key{
 	{"worker.resume_on_start", "resume runs that were active when the scheduler last stopped", func(c *Config) any { return &c.Worker.ResumeOnStart }},
 	{"worker.log_bytes", "size in bytes at which the log of a worker is rotated; one older file stays", func(c *Config) any { return &c.Worker.LogBytes }},
 	{"worker.log_lines_per_second", "lines that a worker may log in a second, and a tenth of it if they differ only in digits; others are dropped and counted, except the last ones before an exit", func(c *Config) any { return &c.Worker.LogRate }},
-	{"launch.kind", "who starts the workers: local, the scheduler on its own host; external, an operator with rollout-worker KIND --join ADDRESS", func(c *Config) any { return &c.Launch.Kind }},
-	{"launch.learner.kind", "the same for learners alone; empty: launch.kind", func(c *Config) any { return &c.Launch.Learner.Kind }},
-	{"launch.inference.kind", "the same for inference workers alone", func(c *Config) any { return &c.Launch.Inference.Kind }},
-	{"launch.reward.kind", "the same for reward workers alone", func(c *Config) any { return &c.Launch.Reward.Kind }},
-	{"launch.environment.kind", "the same for environment workers alone", func(c *Config) any { return &c.Launch.Environment.Kind }},
+}, launchKeys()...)
+
+// launchKeys are those of [launch] and of its table for each kind of worker.
+func launchKeys() []key {
+	out := []key{
+		{"launch.kind", "who starts the workers: local, the scheduler on its own host; external, an operator with rollout-worker KIND --join ADDRESS; slurm, a Slurm cluster", func(c *Config) any { return &c.Launch.Kind }},
+		{"launch.partition", "Slurm partition of the workers; empty: the default one", func(c *Config) any { return &c.Launch.Partition }},
+		{"launch.account", "Slurm account that the jobs of workers are charged to", func(c *Config) any { return &c.Launch.Account }},
+		{"launch.time_limit", "time limit of the jobs of workers, as for sbatch --time; empty: that of the partition", func(c *Config) any { return &c.Launch.TimeLimit }},
+		{"launch.options", "more options of sbatch, separated by spaces", func(c *Config) any { return &c.Launch.Options }},
+	}
+	for _, each := range []struct {
+		worker string
+		group  func(*Launch) *LaunchGroup
+	}{
+		{"learner", func(l *Launch) *LaunchGroup { return &l.Learner }},
+		{"inference", func(l *Launch) *LaunchGroup { return &l.Inference }},
+		{"reward", func(l *Launch) *LaunchGroup { return &l.Reward }},
+		{"environment", func(l *Launch) *LaunchGroup { return &l.Environment }},
+	} {
+		add := func(name, usage string, field func(*LaunchGroup) any) {
+			out = append(out, key{"launch." + each.worker + "." + name, usage, func(c *Config) any { return field(each.group(&c.Launch)) }})
+		}
+		add("kind", "the same for "+each.worker+" workers alone; empty: launch.kind", func(g *LaunchGroup) any { return &g.Kind })
+		add("partition", "Slurm partition of "+each.worker+" workers; empty: launch.partition", func(g *LaunchGroup) any { return &g.Partition })
+		add("account", "Slurm account of "+each.worker+" workers; empty: launch.account", func(g *LaunchGroup) any { return &g.Account })
+		add("time_limit", "time limit of the job of one of the "+each.worker+" workers; empty: launch.time_limit", func(g *LaunchGroup) any { return &g.TimeLimit })
+		add("options", "more options of sbatch for "+each.worker+" workers; empty: launch.options", func(g *LaunchGroup) any { return &g.Options })
+		add("cpus", "CPUs of one of the "+each.worker+" workers, as for sbatch --cpus-per-task; 0: as Slurm decides", func(g *LaunchGroup) any { return &g.CPUs })
+		add("gpus", "GPUs of one of the "+each.worker+" workers, as for sbatch --gpus", func(g *LaunchGroup) any { return &g.GPUs })
+		add("memory", "memory of one of the "+each.worker+" workers, as for sbatch --mem: 16G", func(g *LaunchGroup) any { return &g.Memory })
+	}
+	return out
 }
 
 const envPrefix = "ROLLOUTD_"

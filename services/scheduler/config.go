@@ -53,12 +53,10 @@ const OwnCredential = "own"
 // WorkerConfig is the configuration of every worker process. Tokens are references, "file:PATH" or
 // "env:NAME", so that specs on disk have no credentials of others.
 type WorkerConfig struct {
-	Command []string // program and arguments before the kind, e.g. [".venv/bin/rollout-worker"]
-	Env     []string // environment, KEY=value
-	// Elsewhere has the kinds of workers that run in the environment of another host: they get no
-	// variables of Env, and use the cores of that host.
-	Elsewhere     map[string]bool
-	BusEnv        []string // additional environment of workers that connect to NATS
+	Command       []string             // program and arguments before the kind, e.g. [".venv/bin/rollout-worker"]
+	Env           []string             // environment, KEY=value
+	Elsewhere     map[string]Elsewhere // the kinds of workers that run on other hosts
+	BusEnv        []string             // additional environment of workers that connect to NATS
 	NATSURL       string
 	NATSToken     string
 	NATS          *runv1.NatsAccess // other credentials, and TLS; may be nil
@@ -73,6 +71,12 @@ type WorkerConfig struct {
 	OTLPEndpoint string
 	Cores        int // cores that runs may use; 0: all cores of this host
 	Limits       launch.Limits
+}
+
+// Elsewhere describes the hosts of the workers of a kind.
+type Elsewhere struct {
+	OwnEnv bool // workers have the environment of their host, and not WorkerConfig.Env
+	Cores  int  // of one worker; 0: not known
 }
 
 // The following interfaces are what the scheduler uses of its surroundings. Generated clients and
@@ -180,7 +184,7 @@ type Deps struct {
 	Bus        Bus
 	Registry   Registry
 	Launcher   launch.Launcher
-	Places     Places                                                             // for external workers; nil: there are none
+	Places     Places                                                             // for external workers; nil: no worker is external
 	Dial       func(run string, incarnation uint32, address string) (Conn, error) // connects to a worker, host:port
 	Events     Events
 	Log        *slog.Logger     // nil discards

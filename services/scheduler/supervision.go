@@ -134,7 +134,7 @@ func (s *supervision) command(id string, kind worker.Kind) (launch.Command, erro
 		return launch.Command{}, fmt.Errorf("write the spec of %s: %w", id, err)
 	}
 	var env []string
-	if !s.cfg.Elsewhere[kind.Name] {
+	if !s.cfg.Elsewhere[kind.Name].OwnEnv {
 		env = slices.Clone(s.cfg.Env)
 	}
 	env = append(env, "ROLLOUT_WORKER_SPEC="+base+".json")
@@ -200,18 +200,19 @@ func (s *supervision) spec(run *Run, id string, kind worker.Kind) *runv1.WorkerS
 	return spec
 }
 
-// threads is the number of CPU threads of a worker. On another host, whose cores are not known, it
-// is the configured one; 0: the worker uses all cores.
+// threads is the number of CPU threads of a worker. On another host it is the configured one, or
+// that of its cores; 0: they are not known, and the worker uses all.
 func (s *supervision) threads(run *Run, kind worker.Kind) uint32 {
 	config := run.GetPlan().GetConfig()
-	if !s.cfg.Elsewhere[kind.Name] {
+	elsewhere, ok := s.cfg.Elsewhere[kind.Name]
+	if !ok {
 		return kind.CPUThreads(config, s.cfg.Cores)
 	}
 	if kind.Threads == nil {
 		return 1
 	}
 	configured, _ := kind.Threads(config)
-	return configured
+	return cmp.Or(configured, uint32(elsewhere.Cores))
 }
 
 // suitesOf returns the configurations of the suites that a run evaluates, by name.

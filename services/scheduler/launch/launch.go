@@ -1,10 +1,10 @@
 // Package launch starts worker processes and keeps them running.
 //
 // Launcher is the port. Package local implements it with child processes, package keeper with
-// processes that another scheduler can adopt, and package external with processes that an operator
-// starts; ByKind selects one for each kind of worker. Package launchtest is the suite that each
-// implementation passes. Supervisor restarts the process of one worker until it is stopped or the
-// worker crashes too often.
+// processes that another scheduler can adopt, package external with processes that an operator
+// starts, and package slurm with jobs of a cluster; ByKind selects one for each kind of worker.
+// Package launchtest is the suite that each implementation passes. Supervisor restarts the process
+// of one worker until it is stopped or the worker crashes too often.
 package launch
 
 import (
@@ -29,8 +29,9 @@ type Command struct {
 // Launcher starts processes.
 type Launcher interface {
 	// Launch returns once the process has started, which does not mean that it is healthy, or once it
-	// waits for its start, if it is Queued. The process gets a pipe as its standard input. The pipe closes when the process that called Launch exits for
-	// any reason, and the worker then exits too. A Keeper closes the pipe of a kept process later.
+	// waits for its start, if it is Queued. The process gets a pipe as its standard input. The pipe
+	// closes when the process that called Launch exits for any reason, and the worker then exits too.
+	// A Keeper closes the pipe of a kept process later.
 	Launch(c Command) (Process, error)
 }
 
@@ -144,7 +145,7 @@ const RefusedCode = 78
 // Exit describes how a process ended.
 type Exit struct {
 	// Left is why the process ended, if its operator or its cluster ended it, or its host was lost:
-	// "was withdrawn by its operator". That is no crash. Empty otherwise.
+	// "was withdrawn by its operator". That is not a crash. Empty otherwise.
 	Left string
 	// NotStarted is why a Queued process could not be started; empty otherwise.
 	NotStarted string

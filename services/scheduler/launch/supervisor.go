@@ -56,8 +56,8 @@ type Observer interface {
 //	    |                                                    ^  |
 //	    +--exit, StartTimeout--------------------------------+  +--too many restarts--> CrashLoop
 //
-// A Queued process is starting from when it began. An exit with Exit.Left is no crash: the worker
-// starts again, however often that happens.
+// A Queued process is starting from when it began. An exit with Exit.Left is not a crash: the
+// worker starts again, however often that happens.
 type Supervisor struct {
 	Worker   string
 	Launcher Launcher

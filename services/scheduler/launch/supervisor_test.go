@@ -316,7 +316,7 @@ func TestAQueuedProcessIsStoppedWithItsSupervisor(t *testing.T) {
 	})
 }
 
-// A worker whose operator withdraws it again and again is no crash loop.
+// A worker whose operator withdraws it again and again is not a crash loop.
 func TestAWorkerThatLeftIsNoCrash(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {

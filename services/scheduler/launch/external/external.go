@@ -1,6 +1,7 @@
-// Package external assigns workers to places that an operator starts: `rollout-worker KIND --join
-// ADDRESS` on any host that shares the files of the scheduler. A place runs one worker at a time. It
-// may join and leave at any time; a worker without a place waits for one.
+// Package external assigns workers to places that an operator starts:
+// `rollout-worker KIND --join ADDRESS` on any host that shares the files of the scheduler. A place
+// runs one worker at a time. It may join and leave at any time; a worker without a place waits for
+// one.
 //
 //	             place joins --> free --assignment--> busy --exit--> free
 //	                              |                    |

@@ -186,8 +186,8 @@ func TestAProcessThatIsStoppedBeforeItStarts(t *testing.T) {
 	await(t, "the start of the next process", next.Began())
 }
 
-// A place that leaves or vanishes ends its process, which is no crash, and the next process waits
-// for another place.
+// A place that leaves or vanishes ends its process, which is not a crash, and the next process
+// waits for another place.
 func TestPlacesLeaveAtAnyTime(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
