@@ -677,8 +677,8 @@ class SchedulerInternalService:
 
 
 class PlaceServiceStub:
-    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
-    operator starts.
+    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an operator
+    starts.
     """
 
     def __init__(self, channel):
@@ -695,15 +695,16 @@ class PlaceServiceStub:
 
 
 class PlaceServiceServicer:
-    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
-    operator starts.
+    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an operator
+    starts.
     """
 
     def Join(self, request_iterator, context):
         """Join offers a place for one worker of a kind until the stream ends. The first request describes
         the place. The scheduler assigns a worker of a run to it, and another one when that has exited.
-        When the stream ends, for whatever reason, the worker of the place is stopped. FAILED_PRECONDITION,
-        reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the configuration of rolloutd.
+        When the stream ends, for whatever reason, the worker of the place is stopped.
+        FAILED_PRECONDITION, reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the
+        configuration of rolloutd.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -726,8 +727,8 @@ def add_PlaceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PlaceService:
-    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
-    operator starts.
+    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an operator
+    starts.
     """
 
     @staticmethod

@@ -295,8 +295,8 @@ class SchedulerInternalServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_SchedulerInternalServiceServicer_to_server(servicer: SchedulerInternalServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class PlaceServiceStub:
-    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
-    operator starts.
+    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an operator
+    starts.
     """
 
     @_typing.overload
@@ -306,27 +306,29 @@ class PlaceServiceStub:
     Join: _grpc.StreamStreamMultiCallable[_run_pb2.JoinRequest, _run_pb2.JoinResponse]
     """Join offers a place for one worker of a kind until the stream ends. The first request describes
     the place. The scheduler assigns a worker of a run to it, and another one when that has exited.
-    When the stream ends, for whatever reason, the worker of the place is stopped. FAILED_PRECONDITION,
-    reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the configuration of rolloutd.
+    When the stream ends, for whatever reason, the worker of the place is stopped.
+    FAILED_PRECONDITION, reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the
+    configuration of rolloutd.
     """
 
 @_typing.type_check_only
 class PlaceServiceAsyncStub(PlaceServiceStub):
-    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
-    operator starts.
+    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an operator
+    starts.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_run_pb2.JoinRequest, _run_pb2.JoinResponse]  # type: ignore[assignment]
     """Join offers a place for one worker of a kind until the stream ends. The first request describes
     the place. The scheduler assigns a worker of a run to it, and another one when that has exited.
-    When the stream ends, for whatever reason, the worker of the place is stopped. FAILED_PRECONDITION,
-    reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the configuration of rolloutd.
+    When the stream ends, for whatever reason, the worker of the place is stopped.
+    FAILED_PRECONDITION, reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the
+    configuration of rolloutd.
     """
 
 class PlaceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
-    operator starts.
+    """PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an operator
+    starts.
     """
 
     @_abc_1.abstractmethod
@@ -337,8 +339,9 @@ class PlaceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_run_pb2.JoinResponse], _abc.AsyncIterator[_run_pb2.JoinResponse]]:
         """Join offers a place for one worker of a kind until the stream ends. The first request describes
         the place. The scheduler assigns a worker of a run to it, and another one when that has exited.
-        When the stream ends, for whatever reason, the worker of the place is stopped. FAILED_PRECONDITION,
-        reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the configuration of rolloutd.
+        When the stream ends, for whatever reason, the worker of the place is stopped.
+        FAILED_PRECONDITION, reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the
+        configuration of rolloutd.
         """
 
 def add_PlaceServiceServicer_to_server(servicer: PlaceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -720,13 +720,14 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
-// operator starts.
+// PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an operator
+// starts.
 type PlaceServiceClient interface {
 	// Join offers a place for one worker of a kind until the stream ends. The first request describes
 	// the place. The scheduler assigns a worker of a run to it, and another one when that has exited.
-	// When the stream ends, for whatever reason, the worker of the place is stopped. FAILED_PRECONDITION,
-	// reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the configuration of rolloutd.
+	// When the stream ends, for whatever reason, the worker of the place is stopped.
+	// FAILED_PRECONDITION, reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the
+	// configuration of rolloutd.
 	Join(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[JoinRequest, JoinResponse], error)
 }
 
@@ -755,13 +756,14 @@ type PlaceService_JoinClient = grpc.BidiStreamingClient[JoinRequest, JoinRespons
 // All implementations must embed UnimplementedPlaceServiceServer
 // for forward compatibility.
 //
-// PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an
-// operator starts.
+// PlaceService is for `rollout-worker KIND --join ADDRESS`: worker processes that an operator
+// starts.
 type PlaceServiceServer interface {
 	// Join offers a place for one worker of a kind until the stream ends. The first request describes
 	// the place. The scheduler assigns a worker of a run to it, and another one when that has exited.
-	// When the stream ends, for whatever reason, the worker of the place is stopped. FAILED_PRECONDITION,
-	// reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the configuration of rolloutd.
+	// When the stream ends, for whatever reason, the worker of the place is stopped.
+	// FAILED_PRECONDITION, reason EXTERNAL_WORKERS_OFF, if no kind of worker is external in the
+	// configuration of rolloutd.
 	Join(grpc.BidiStreamingServer[JoinRequest, JoinResponse]) error
 	mustEmbedUnimplementedPlaceServiceServer()
 }
