@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"path/filepath"
 	"strings"
 
@@ -56,6 +57,22 @@ func files(plan *planv1.Plan) (carried []file, left []string) {
 		}
 	}
 	return carried, left
+}
+
+// Missing returns the files of a plan that an archive does not carry and that this host does not
+// have, as in the plan. Those of a hub are not among them.
+func Missing(plan *planv1.Plan) []string {
+	var missing []string
+	_, left := files(plan)
+	for _, path := range left {
+		if !filepath.IsAbs(filepath.FromSlash(path)) {
+			continue
+		}
+		if _, err := os.Stat(filepath.FromSlash(path)); errors.Is(err, os.ErrNotExist) {
+			missing = append(missing, path)
+		}
+	}
+	return missing
 }
 
 // place says where the files of a plan are inside of an archive.

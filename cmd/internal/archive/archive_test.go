@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -101,6 +102,9 @@ func TestAnArchiveIsReadBack(t *testing.T) {
 			}
 			if len(to) != 2 {
 				t.Errorf("%d artifacts, want 2", len(to))
+			}
+			if missing := archive.Missing(got.GetOrigin().GetPlan()); !slices.Equal(missing, []string{"/absolute/eval.jsonl"}) {
+				t.Errorf("missing: %q", missing)
 			}
 			want := proto.CloneOf(snapshot)
 			if withInputs {

@@ -120,6 +120,9 @@ func importCommand(env *cli.Env) *cobra.Command {
 						env.Note("the snapshot was imported before, and restored runs read its inputs in %s, which does not exist: move the folder %s there", base, folder)
 					}
 				}
+				if missing := archive.Missing(snapshot.GetOrigin().GetPlan()); len(missing) > 0 {
+					env.Note("restored runs read files that are not in %s and not on this host: copy them to %s", args[0], strings.Join(missing, ", "))
+				}
 				return env.Message(snapshot, func() string {
 					return fmt.Sprintf("%s of step %s of %s; its inputs are in %s\nnext: rollout snapshot restore %s\n", snapshot.GetSnapshotId(),
 						output.Count(snapshot.GetStep()), snapshot.GetRunId(), snapshot.GetOrigin().GetBaseDir(), snapshot.GetSnapshotId())
