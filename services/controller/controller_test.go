@@ -400,6 +400,38 @@ func TestStepsAreMadeWhileASnapshotIsWritten(t *testing.T) {
 	}
 }
 
+// The controller dies while the snapshot of step 2 is written, and step 3 is committed: its
+// successor takes one of step 3.
+func TestALostSnapshotIsReplacedByOneOfTheNewestStep(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.learner.writes = make(chan struct{})
+	w.fault, w.only = 4, "LeaseBatch"
+	leased := make(chan struct{})
+	w.onFault = func() {
+		w.mu.Lock()
+		w.full = map[string]int{"LeaseBatch": 1000} // the buffer gives no batch any more
+		w.mu.Unlock()
+		close(leased)
+	}
+	_, stop := begin(t, w)
+	<-leased
+	stop()
+	w.full = nil
+	close(w.learner.writes)
+	s, stop := begin(t, w)
+	defer stop()
+	finish(t, s)
+	correct(t, w)
+	var made []uint64
+	for _, snapshot := range w.snapshots {
+		made = append(made, snapshot.GetStep())
+	}
+	if want := []uint64{3, 4}; !slices.Equal(made, want) {
+		t.Errorf("snapshots of the steps %v, want %v", made, want)
+	}
+}
+
 func TestStopWithDrainTakesASnapshot(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

@@ -102,7 +102,7 @@ func (s *snapshotter) cut(ctx context.Context, step uint64) (done bool, err erro
 
 // make makes the snapshots of a request: one training state, and a manifest of it for each kind.
 func (s *snapshotter) make(ctx context.Context, step uint64, asked *cut) (made []*snapshotv1.Snapshot, err error) {
-	dir := newScratch(s.directory, s.fence).dir(fmt.Sprintf("cut-%06d", step))
+	dir := newScratch(s.directory, s.fence).newDir(fmt.Sprintf("cut-%06d", step))
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	state, err := s.state(ctx, step, dir)
 	if err != nil {

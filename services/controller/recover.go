@@ -64,6 +64,9 @@ func (r *recovery) attempt(ctx context.Context) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
+	if err := r.snapshotter.overdue(ctx, base, last.GetStep()); err != nil {
+		return 0, err
+	}
 	left := r.evaluator.reserved.left()
 	if left != nil && state.GetStep() > left.Step { // the learner is past its weights
 		if err := r.evaluator.reserved.repeat(ctx, left); err != nil {

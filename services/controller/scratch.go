@@ -8,7 +8,9 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
+	"time"
 
+	"github.com/rollout-rl/rollout/libs/id"
 	fencev1 "github.com/rollout-rl/rollout/proto/gen/rollout/fence/v1"
 )
 
@@ -27,6 +29,12 @@ func newScratch(runDirectory string, by *fencev1.Fence) scratch {
 // dir is the folder for a purpose, such as step-000012.
 func (s scratch) dir(purpose string) string {
 	return filepath.Join(s.folder, fmt.Sprintf("%s-i%d-e%d", purpose, s.incarnation, s.epoch))
+}
+
+// newDir is a folder for a purpose that no call before has returned. A learner that was asked
+// before may still write.
+func (s scratch) newDir(purpose string) string {
+	return s.dir(purpose + "-" + id.New(time.Now()))
 }
 
 var scratchName = regexp.MustCompile(`-i(\d+)-e(\d+)$`)

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"os"
 	"slices"
+	"time"
 
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
@@ -64,7 +65,7 @@ func (s *snapshotter) unlessFull(ctx context.Context, step uint64, err error) er
 const periodic = ""
 
 func (s *snapshotter) save(ctx context.Context, step uint64, names []string) error {
-	dir := newScratch(s.directory, s.fence).dir(fmt.Sprintf("step-%06d", step))
+	dir := newScratch(s.directory, s.fence).newDir(fmt.Sprintf("step-%06d", step))
 	defer func() { _ = os.RemoveAll(dir) }()
 	state, err := s.state(ctx, step, dir)
 	if err != nil {
@@ -124,7 +125,7 @@ func (s *snapshotter) begin(ctx context.Context, step uint64) error {
 	if err := s.room.wait(ctx, need, nextSnapshot); err != nil {
 		return s.unlessFull(ctx, step, err)
 	}
-	dir := newScratch(s.directory, s.fence).dir(fmt.Sprintf("step-%06d", step))
+	dir := newScratch(s.directory, s.fence).newDir(fmt.Sprintf("step-%06d", step))
 	_, err := repeat(ctx, s.room, need, nextSnapshot, func() (struct{}, error) { return struct{}{}, s.learner.copy(ctx, step, dir) })
 	if err != nil {
 		return s.unlessFull(ctx, step, err)
@@ -132,11 +133,24 @@ func (s *snapshotter) begin(ctx context.Context, step uint64) error {
 	ctx, cancel := context.WithCancel(ctx)
 	w := &writing{step: step, cancel: cancel, done: make(chan struct{})}
 	s.writing = w
+	apart := s.apart()
 	go func() {
 		defer close(w.done)
-		w.bytes, w.err = s.write(ctx, step, dir)
+		w.bytes, w.err = apart.write(ctx, step, dir)
 	}()
 	return nil
+}
+
+// apart returns a snapshotter for another goroutine than that of the drive. It does not show what
+// it waits for, and does not wait for space on the disk: errNoRoom.
+func (s *snapshotter) apart() *snapshotter {
+	unseen := newProgress(s.progress.events, &learnerv1.Progress{})
+	full := make(chan struct{})
+	close(full)
+	retries := retries{first: s.retries.first, progress: unseen, room: &room{disk: s.room.disk, progress: unseen, pause: time.Hour, draining: full}}
+	ledger := *s.ledger
+	ledger.retries = retries
+	return &snapshotter{settings: s.settings, learner: s.learner, service: s.service, ledger: &ledger, progress: unseen, retries: retries, log: s.log}
 }
 
 // write makes the snapshot of a state that the learner has copied.
@@ -163,7 +177,7 @@ func (s *snapshotter) join(ctx context.Context) error {
 	}
 	if !closed(s.writing.done) {
 		s.progress.enter(snapshotting)
-		s.progress.waitFor(work(fmt.Sprintf("to write its state of step %d", s.writing.step), s.learner.worker), service("snapshot", "snapshot to store the files"))
+		s.waitForWrite()
 		select {
 		case <-s.writing.done:
 		case <-ctx.Done():
@@ -183,7 +197,7 @@ func (s *snapshotter) finish(ctx context.Context) error {
 	w.cancel()
 	s.writing = nil
 	s.room.state = max(s.room.state, w.bytes)
-	if rpcerr.DiskFull(w.err) {
+	if rpcerr.DiskFull(w.err) || errors.Is(w.err, errNoRoom) {
 		s.log.WarnContext(ctx, "the disk has no space for a snapshot; the next step gets one: "+rpcerr.Text(w.err), "step", w.step)
 		s.owed = true
 		return nil
@@ -191,13 +205,46 @@ func (s *snapshotter) finish(ctx context.Context) error {
 	return w.err
 }
 
-// close waits for the snapshot that begin has started, whose context ends with its learner.
+// writeGrace is how long the end of a session waits for a snapshot.
+const writeGrace = 30 * time.Second
+
+// close waits a while for the snapshot that begin has started. It is there only if the session
+// failed: if the learner was lost, the context of the write has ended.
 func (s *snapshotter) close() {
-	if s.writing != nil {
-		<-s.writing.done
-		s.writing.cancel()
-		s.writing = nil
+	if s.writing == nil {
+		return
 	}
+	s.waitForWrite()
+	select {
+	case <-s.writing.done:
+	case <-time.After(writeGrace):
+	}
+	s.writing.cancel()
+	<-s.writing.done
+	s.writing = nil
+}
+
+func (s *snapshotter) waitForWrite() {
+	s.progress.waitFor(work(fmt.Sprintf("to write its state of step %d", s.writing.step), s.learner.worker), service("snapshot", "snapshot to store the files"))
+}
+
+// overdue records whether the newest training state is older than the last step that should have
+// one: the process that wrote it, or its learner, was lost. The next step gets a snapshot then.
+func (s *snapshotter) overdue(ctx context.Context, base, committed uint64) error {
+	every := s.cfg.GetSnapshot().GetEverySteps()
+	if every == 0 || committed-committed%every <= base {
+		return nil
+	}
+	listed, err := call(ctx, s.retries, "snapshot", s.service.ListSnapshots, &snapshotv1.ListSnapshotsRequest{RunId: s.runID, Kind: trainState, PageSize: 1})
+	if err != nil {
+		return fmt.Errorf("find the newest snapshot: %w", err)
+	}
+	newest := base
+	for _, found := range listed.GetSnapshots() {
+		newest = max(newest, found.GetStep())
+	}
+	s.owed = newest < committed-committed%every
+	return nil
 }
 
 // kept is how many snapshots of a name the run keeps; 0: all.

@@ -54,7 +54,11 @@ func (s *stepper) step(ctx context.Context, step uint64) error {
 	}
 
 	s.progress.enter(leasing)
-	if err := s.room.waitForStep(ctx, s.delivery.newest, s.due.snapshotter.join); err != nil {
+	err := s.room.waitForStep(ctx, s.delivery.newest, func(ctx context.Context) error {
+		defer s.progress.enter(leasing)
+		return s.due.snapshotter.join(ctx)
+	})
+	if err != nil {
 		return err
 	}
 	batch, err := s.lease(ctx, step)
