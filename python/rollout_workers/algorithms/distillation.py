@@ -103,7 +103,7 @@ def top_reverse_kl(tokens: TokenBatch, *, config: DistillationConfig) -> LossTer
     first update nor an importance weight is used; as in ``reverse_kl``, what a token does to later
     ones is left out. Probabilities of the rest are at least ``REST``.
 
-    float32 [N, k] each. Mask: the tokens are those that carry loss. Reduction:
+    float32 [N, K] each. Mask: the tokens are those that carry loss. Reduction:
     ``config.reduction``, over ``normalizer`` tokens or ``samples`` (``reduce_tokens``). Sums:
     ``kl/teacher``, of these outcomes, and ``teacher/covered``, the teacher's probability of the k
     tokens. Raises ``ValueError`` where the batch lacks something.

@@ -133,7 +133,7 @@ class Learner:
         with contextlib.ExitStack() as shown:
             if (step, directory) not in self._saves:
                 await self.copy(step, directory)
-                shown.enter_context(self._thread.doing("SAVE_STATE", f"writing the state of step {step}"))
+                shown.enter_context(self._thread.doing("SAVE_STATE", f"saving the state of step {step}"))
             write = self._saves[step, directory]
             try:
                 return await asyncio.shield(write)

@@ -27,6 +27,8 @@ NOT_EVERYWHERE = {"normalize_std"}  # not in every table
 # Required keys, which have no default.
 REQUIRED = {"teacher"}
 OF_THE_WORKERS = {"endpoint"}  # keys that the learner does not use
+NEEDED = {"critic_warmup_steps": {"critic": "network"}}
+"""What a key needs that is set to another value than its default."""
 
 
 def keys_of(name: str) -> list[FieldDescriptor]:
@@ -89,7 +91,7 @@ def test_every_value_of_the_plan_reaches_the_algorithm(name: str) -> None:
     kind, run = BUILDERS[name][0], {"off_policy": True, "max_tokens": 77}
     of_the_run = {key: value for key, value in run.items() if key in {field.name for field in fields(kind)}}
     for field in keys_of(name):
-        given = {**table(name), field.name: other_value(name, field)}
+        given = {**table(name), **NEEDED.get(field.name, {}), field.name: other_value(name, field)}
         config = run_config("async", name, given, sampling={"max_tokens": 77})
         settings = algorithm_settings(config)
         assert type(settings) is kind
@@ -103,7 +105,7 @@ def test_every_key_can_be_set_alone(name: str) -> None:
     """Like a plan that was made before the other keys existed."""
     kind = BUILDERS[name][0]
     for field in keys_of(name):
-        given = {field.name: other_value(name, field)}
+        given = {**NEEDED.get(field.name, {}), field.name: other_value(name, field)}
         needed = {"sampling": {"max_tokens": 77}} if "max_tokens" in {field.name for field in fields(kind)} else {}
         config = run_config("sync", name, given, **needed)
         assert algorithm_settings(config) == kind(**given, **({"max_tokens": 77} if needed else {})), field.name

@@ -207,10 +207,10 @@ def logit_logprobs(
 def top_logprobs(
     logits_of: Callable[[slice], Tensor], count: int, k: int, *, temperature: float = 1.0, step: int
 ) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens of ``count`` rows of logits, int64 [M, k], and their logprobs,
-    float32 [M, k], without gradient.
+    """The k most likely tokens of ``count`` rows of logits and their logprobs, without gradient.
 
-    logits_of: rows -> float [m, V]. step: the rows of a chunk.
+    logits_of: rows -> float [m, V]. step: the rows of a chunk. Returns int64 [M, K] ids, float32
+    [M, K] logprobs.
     """
     ids, found = [], []
     for start in range(0, count, step):

@@ -77,7 +77,7 @@ class Tokens:
         """Policy loss and, with a critic, value loss; the latter alone while the critic warms
         up."""
         models = self._models
-        warming = self._step <= self._algorithm.critic_warmup_steps
+        warming = 0 < self._step <= self._algorithm.critic_warmup_steps  # 0: an evaluation of the first model
         with torch.set_grad_enabled(torch.is_grad_enabled() and not warming):
             policy, top = self._logprobs(batch)
         slots = None if self._index is None else self._index.of(batch)
