@@ -207,7 +207,7 @@ func TestPlacesLeaveAtAnyTime(t *testing.T) {
 			if e := p.Exit(); e.Left != test.left || e.String() != test.left {
 				t.Errorf("exit %+v, want %q", e, test.left)
 			}
-			<-h.ended
+			_ = <-h.ended
 			next := start(t, pool)
 			join(t, client, launchtest.Kind)
 			await(t, "the start at another place", next.Began())
