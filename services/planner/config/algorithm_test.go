@@ -118,6 +118,9 @@ func TestAlgorithmsRefuseBadInput(t *testing.T) {
 		{"top-k of an endpoint", "distillation", "teacher = \"teacher\"\n", []string{"algorithm.distillation.endpoint.base_url=http://127.0.0.1:8000/v1", "algorithm.distillation.endpoint.model=teacher", "algorithm.distillation.teacher_top_k=8"},
 			"CONFLICT algorithm.distillation.teacher_top_k: `algorithm.distillation.teacher_top_k` needs `teacher`: an endpoint reports logprobs of sampled tokens only: " +
 				"write `teacher = \"models/teacher\"` instead of the table [algorithm.distillation.endpoint], or remove `teacher_top_k`"},
+		{"an importance cap with top-k", "distillation", "", []string{"deterministic=false", "algorithm.distillation.teacher_top_k=8", "algorithm.distillation.importance_cap=3"},
+			"CONFLICT algorithm.distillation.importance_cap: `algorithm.distillation.importance_cap` has no effect where `algorithm.distillation.teacher_top_k` is 8: " +
+				"the divergence of the teacher's tokens has no importance weight: remove it, or change `algorithm.distillation.teacher_top_k`"},
 		{"too many tokens of the teacher", "distillation", "", []string{"algorithm.distillation.teacher_top_k=2000"},
 			"OUT_OF_RANGE algorithm.distillation.teacher_top_k: `algorithm.distillation.teacher_top_k` must be between 0 and 1024, got 2000: write a number between 0 and 1024; the default is 0"},
 		{"too much label smoothing", "dpo", "", []string{"algorithm.dpo.label_smoothing=0.5"},
