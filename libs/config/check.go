@@ -130,6 +130,10 @@ func (l Launch) check() (errs []error) {
 var (
 	slurmTime   = regexp.MustCompile(`^([0-9]+-[0-9]+(:[0-9]+){0,2}|[0-9]+(:[0-9]+){0,2})$`)
 	slurmMemory = regexp.MustCompile(`^[0-9]+[KMGT]?$`)
+	// slurmReserved are the options of sbatch by which the launcher finds, stops, and reads its jobs.
+	slurmReserved = []string{
+		"array", "chdir", "clusters", "comment", "error", "export", "export-file", "open-mode", "output", "requeue", "signal", "test-only", "wait", "wrap",
+	}
 )
 
 // check reports what is wrong in a table. slurm: workers of the table are jobs of Slurm.
@@ -155,6 +159,14 @@ func (g LaunchGroup) check(table string, slurm bool) (errs []error) {
 	for option := range strings.FieldsSeq(g.Options) {
 		if !strings.HasPrefix(option, "--") {
 			fail("options: %q does not begin with --; write --name=value", option)
+			continue
+		}
+		name, _, _ := strings.Cut(option, "=")
+		for _, reserved := range slurmReserved { // sbatch accepts the beginning of a name
+			if len(name) > len("--") && strings.HasPrefix("--"+reserved, name) {
+				fail("options: %q changes what rolloutd relies on to follow its jobs (--%s); remove it", option, reserved)
+				break
+			}
 		}
 	}
 	return errs

@@ -187,6 +187,9 @@ options = "--exclusive --qos=high"
 		"[launch]\nkind = \"slurm\"\n[launch.reward]\nmemory = \"16 GB\"":    `launch.reward.memory: "16 GB" is not a size of Slurm; write 16G`,
 		"[launch]\nkind = \"slurm\"\n[launch.learner]\ncpus = -1\ngpus = -2": "launch.learner.cpus: -1 is below 0\nlaunch.learner.gpus: -2 is below 0",
 		"[launch]\nkind = \"slurm\"\noptions = \"-p gpu\"":                   `launch.options: "-p" does not begin with --`,
+		"[launch]\nkind = \"slurm\"\noptions = \"--comment=x --qos=high --requeue\"": "launch.options: \"--comment=x\" changes what rolloutd relies on to follow its jobs (--comment); remove it\n" +
+			`launch.options: "--requeue" changes what rolloutd relies on to follow its jobs (--requeue); remove it`,
+		"[launch]\nkind = \"slurm\"\n[launch.learner]\noptions = \"--outp=x\"": `launch.learner.options: "--outp=x" changes what rolloutd relies on to follow its jobs (--output); remove it`,
 	} {
 		if _, err := Load([]string{"--config", write(t, text)}, home, &bytes.Buffer{}); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, want %s", text, err, want)
