@@ -4,6 +4,7 @@ references to them."""
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -31,9 +32,13 @@ def read_secret(reference: str, name: str, environment: Mapping[str, str] = os.e
         return text
     if kind == "file" and rest:
         try:
-            text = Path(rest).read_text().strip()
+            with Path(rest).open() as file:
+                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+                text = file.read().strip()
         except OSError as error:
             raise SecretError(f"{name}: can't read {rest}: {error.strerror}") from error
+        if mode & 0o077:
+            raise SecretError(f"{name}: others may read {rest} (mode {mode:04o}, not 0600)", fix=f"chmod 600 {rest}")
         if not text:
             raise SecretError(f"{name}: the file {rest} is empty")
         return text

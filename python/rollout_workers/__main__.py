@@ -69,6 +69,9 @@ def main() -> None:
     places.add_argument("--ca-file", metavar="FILE", default="", help="PEM authority of the mesh, if it uses TLS")
     places.add_argument("--cert-file", metavar="FILE", default="", help="PEM certificate of a worker")
     places.add_argument("--key-file", metavar="FILE", default="", help="PEM key of that certificate")
+    places.add_argument(
+        "--insecure", action="store_true", help="send the token without TLS beyond loopback; use only on a private network"
+    )
     arguments = parser.parse_args()
     joining = _joining(parser, arguments) if arguments.join else None
     prepare_process()
@@ -116,7 +119,13 @@ def _joining(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error("--join: --ca-file, --cert-file, and --key-file belong together")
     addresses = [address for address in arguments.join.split(",") if address]
     tls = PemFiles(arguments.ca_file, arguments.cert_file, arguments.key_file)
-    return Joining(arguments.kind, addresses, arguments.token, tls)
+    joining = Joining(arguments.kind, addresses, arguments.token, tls, insecure=arguments.insecure)
+    if address := joining.exposed():
+        parser.error(
+            f"--join: {address} is not loopback, and the token would be sent in plain text; name the authority of the mesh"
+            " with --ca-file, or permit it on a private network with --insecure"
+        )
+    return joining
 
 
 async def _run(kind: LinkedKind | DetachedKind, spec: WorkerSpec, who: Identity) -> None:

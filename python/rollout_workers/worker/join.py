@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -30,6 +31,7 @@ from typing import BinaryIO
 import grpc
 import grpc.aio
 
+from rollout.channel import OPTIONS
 from rollout.run.v1.run_pb2 import Assignment, JoinRequest, JoinResponse, Place, PlaceLeaves, WorkerExited, WorkerStarted
 from rollout.run.v1.run_pb2_grpc import PlaceServiceStub
 from rollout.secret import SecretError, read_secret
@@ -48,11 +50,6 @@ LINE_BYTES = 2000
 FIRST_BACKOFF, MAX_BACKOFF = 0.5, 5.0
 STOP_SECONDS = 2.0
 """How long a worker may take to exit after its standard input has closed."""
-_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
 _PERMANENT = {
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -71,6 +68,8 @@ class Joining:
 
     token: file of the mesh token (0600).
 
+    insecure: permit to send the token in plain text to an address that is not loopback.
+
     program: starts a worker when the kind is appended.
     """
 
@@ -78,12 +77,27 @@ class Joining:
     addresses: Sequence[str]
     token: str
     tls: PemFiles = field(default_factory=PemFiles)
+    insecure: bool = False
     program: Sequence[str] = (sys.executable, "-P", "-m", "rollout_workers")
+
+    def exposed(self) -> str:
+        """The first address that would get the token in plain text over a network; else empty."""
+        if self.tls.ca or self.insecure:
+            return ""
+        return next((address for address in self.addresses if not _loopback(address)), "")
 
 
 async def join(joining: Joining) -> int:
     """Serve as a place until SIGTERM or SIGINT, and return the exit code."""
     return await _Place(joining).run()
+
+
+def _loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]") or address
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class _Place:
@@ -135,9 +149,9 @@ class _Place:
         token = read_secret(f"file:{os.path.abspath(self._joining.token)}", "--token")
         tls = self._joining.tls
         if tls.ca:
-            channel = grpc.aio.secure_channel(address, tls.channel(), _OPTIONS)
+            channel = grpc.aio.secure_channel(address, tls.channel(), OPTIONS)
         else:
-            channel = grpc.aio.insecure_channel(address, _OPTIONS)
+            channel = grpc.aio.insecure_channel(address, OPTIONS)
         async with channel:
             stream = PlaceServiceStub(channel).Join(metadata=(("authorization", f"Bearer {token}"),))
             connection = _Connection(stream)
@@ -206,7 +220,9 @@ class _Worker:
         self.id = assignment.id
         self._assignment, self._command, self._connection = assignment, command, connection
         self._process: asyncio.subprocess.Process | None = None
-        self._stopping: asyncio.Task[None] | None = None
+        self._spawned = asyncio.Event()
+        """Set when the process has been started, or could not be."""
+        self._stopping: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -218,63 +234,84 @@ class _Worker:
         await asyncio.wait({self._task})
 
     def stop(self, grace: float | None) -> None:
-        """Ask the process to exit, and kill it after the grace period; None: never."""
-        if self._process is None or self.done:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        if grace is not None:
-            self._stopping = asyncio.create_task(self._kill_after(grace))
+        """Ask the process to exit, once it has been started, and kill it after the grace period;
+        None: never."""
+        if not self.done:
+            self._stopping.add(asyncio.create_task(self._stop(grace)))
 
     def kill(self) -> None:
-        if self._process:
+        if self._process and not self.done:
             _kill_group(self._process.pid)
 
     async def abandon(self) -> None:
         """End the process, because no one can be told of its exit."""
+        await self._spawned.wait()
         if self._process and self._process.stdin:
             self._process.stdin.close()
         await asyncio.wait({self._task}, timeout=STOP_SECONDS)
         self.kill()
         await asyncio.wait({self._task})
-        if self._stopping:
-            self._stopping.cancel()
 
-    async def _kill_after(self, grace: float) -> None:
-        await asyncio.sleep(grace)
-        self.kill()
+    async def _stop(self, grace: float | None) -> None:
+        await self._spawned.wait()
+        if self._process:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+        if grace is not None:
+            await asyncio.sleep(grace)
+            self.kill()
 
     async def _run(self) -> None:
-        variables = dict(variable.split("=", 1) for variable in self._assignment.environment)
-        missing = unshared(variables)
         try:
-            if missing:
-                raise FileNotFoundError(missing)
-            with Path(self._assignment.log).open("ab") as output:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                    env={**os.environ, **variables},
-                    cwd=self._assignment.directory or None,
-                    process_group=0,
-                )
-                log.info("started a worker (process %d); its log is %s", self._process.pid, self._assignment.log)
-                await self._connection.send(JoinRequest(started=WorkerStarted(id=self.id)))
-                assert self._process.stdout is not None
-                last = await _copy(self._process.stdout, output)
-            code = await self._process.wait()
-            _kill_group(self._process.pid)
+            process, output = await self._start()
         except OSError as error:
             log.error("the worker can't be started: %s", error)
             await self._connection.send(JoinRequest(exited=WorkerExited(id=self.id, code=-1, not_started=str(error)[:4096])))
             return
+        finally:
+            self._spawned.set()
+        last: list[str] = []
+        try:
+            log.info("started a worker (process %d); its log is %s", process.pid, self._assignment.log)
+            await self._connection.send(JoinRequest(started=WorkerStarted(id=self.id)))
+            assert process.stdout is not None
+            last = await _copy(process.stdout, output)
+            await process.wait()
+        except OSError as error:
+            log.error("the output of the worker can't be read: %s", error)
+        finally:
+            _kill_group(process.pid)
+            code = await process.wait()
+            for task in self._stopping:
+                task.cancel()
+            with contextlib.suppress(OSError):
+                output.close()
         log.info("the worker has exited with %s", code)
         exited = WorkerExited(id=self.id, code=max(code, -1), last_lines=last)
         if code < 0:
             exited.signal = (signal.strsignal(-code) or str(-code)).lower()
         await self._connection.send(JoinRequest(exited=exited))
+
+    async def _start(self) -> tuple[asyncio.subprocess.Process, BinaryIO]:
+        """The process, whose output goes to a pipe, and its log. Raises ``OSError``."""
+        variables = dict(variable.split("=", 1) for variable in self._assignment.environment)
+        if missing := unshared(variables):
+            raise FileNotFoundError(missing)
+        output = Path(self._assignment.log).open("ab", buffering=0)  # noqa: SIM115 the process outlives this call
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **variables},
+                cwd=self._assignment.directory or None,
+                process_group=0,
+            )
+        except BaseException:
+            output.close()
+            raise
+        return self._process, output
 
 
 def unshared(variables: Mapping[str, str]) -> str:
@@ -287,11 +324,16 @@ def unshared(variables: Mapping[str, str]) -> str:
 
 
 async def _copy(source: asyncio.StreamReader, file: BinaryIO) -> list[str]:
-    """Append the output of a process to its log, and return the last lines."""
-    last, rest = deque[bytes](maxlen=LAST_LINES), b""
+    """Append the output of a process to its unbuffered log, and return the last lines. A log that
+    can't be written, because the disk is full, never stops the process: its lines are dropped."""
+    last, rest, dropped = deque[bytes](maxlen=LAST_LINES), b"", False
     while chunk := await source.read(1 << 16):
-        file.write(chunk)
-        file.flush()
+        try:
+            file.write(chunk)
+        except OSError as error:
+            if not dropped:
+                log.warning("the log of the worker can't be written, so its lines are dropped: %s", error)
+            dropped = True
         *lines, rest = (rest + chunk).split(b"\n")
         last.extend(line[:LINE_BYTES] for line in lines)
         rest = rest[:LINE_BYTES]

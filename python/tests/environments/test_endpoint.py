@@ -171,6 +171,7 @@ async def test_a_server_that_hangs_or_is_gone(model: Model) -> None:
 
 def test_the_key_is_a_reference(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(" k \n")
+    (tmp_path / "key").chmod(0o600)
     Endpoint("http://127.0.0.1:9/v1", "m", api_key=f"file:{tmp_path}/key")
     for wrong in ("sk-123", "env:", "env:NO_SUCH_KEY", f"file:{tmp_path}/none"):
         with pytest.raises(SecretError) as caught:

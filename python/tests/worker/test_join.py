@@ -16,9 +16,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from rollout.channel import OPTIONS
 from rollout.run.v1.run_pb2 import Assignment, JoinRequest, JoinResponse, StopWorker
 from rollout.run.v1.run_pb2_grpc import PlaceServiceServicer, add_PlaceServiceServicer_to_server
-from rollout_workers.worker.join import Joining, join
+from rollout_workers.worker.join import Joining, _Worker, join
+from rollout_workers.worker.tls import PemFiles
 
 SECONDS = 60
 
@@ -77,6 +79,7 @@ def assignment(script: str, folder: Path, *environment: str) -> tuple[JoinRespon
 def place(address: str, folder: Path) -> Joining:
     token = folder / "token"
     token.write_text("secret\n")
+    token.chmod(0o600)
     return Joining("inference", [address], str(token), program=(sys.executable, str(folder / "worker.py")))
 
 
@@ -193,6 +196,80 @@ def test_a_host_without_the_files_of_the_scheduler_is_reported(tmp_path: Path) -
     scenario(test)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_drops_lines_of_the_log_and_leaves_the_worker(tmp_path: Path) -> None:
+    async def test(scheduler: Scheduler, address: str) -> None:
+        running = asyncio.create_task(join(place(address, tmp_path)))
+        await scheduler.next("place")
+        order, _ = assignment("import sys\nprint('up', flush=True)\nsys.exit(5)", tmp_path)
+        order.assignment.log = "/dev/full"
+        await scheduler.orders.put(order)
+        await scheduler.next("started")
+        exited = await scheduler.next("exited")
+        assert (exited.code, exited.not_started, list(exited.last_lines)) == (5, "", ["up"])
+        running.cancel()
+
+    scenario(test)
+
+
+def test_a_worker_whose_output_cannot_be_read_is_killed_before_its_exit_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> list[str]:
+        raise OSError("no output")
+
+    monkeypatch.setattr("rollout_workers.worker.join._copy", fail)
+
+    async def test(scheduler: Scheduler, address: str) -> None:
+        running = asyncio.create_task(join(place(address, tmp_path)))
+        await scheduler.next("place")
+        order, _ = assignment("import sys\nsys.stdin.read()", tmp_path)
+        await scheduler.orders.put(order)
+        await scheduler.next("started")
+        exited = await scheduler.next("exited")
+        assert (exited.code, exited.signal, exited.not_started) == (-1, "killed", "")
+        running.cancel()
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_stop_during_the_start_of_a_process_is_not_lost(left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn, spawning, go = asyncio.create_subprocess_exec, asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments: Any, **options: Any) -> Any:
+        spawning.set()
+        await go.wait()
+        return await spawn(*arguments, **options)
+
+    obey = _Worker.abandon if left else _Worker.stop
+
+    def obeyed(worker: Any, *arguments: Any) -> Any:
+        asyncio.get_running_loop().call_soon(go.set)
+        return obey(worker, *arguments)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    monkeypatch.setattr(_Worker, obey.__name__, obeyed)
+
+    async def test(scheduler: Scheduler, address: str) -> None:
+        running = asyncio.create_task(join(place(address, tmp_path)))
+        await scheduler.next("place")
+        order, _ = assignment("import sys\nsys.stdin.read()\nsys.exit(5)", tmp_path)
+        await scheduler.orders.put(order)
+        async with asyncio.timeout(SECONDS):
+            await spawning.wait()
+        if left:
+            await scheduler.orders.put(None)  # the scheduler stops
+            await scheduler.next("place")
+        else:
+            await scheduler.orders.put(JoinResponse(stop=StopWorker(id="a1", grace_ms=60_000)))
+            await scheduler.next("started")
+            assert (await scheduler.next("exited")).signal == "terminated"
+        running.cancel()
+
+    scenario(test)
+
+
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.FAILED_PRECONDITION])
 def test_a_refused_place_exits(code: grpc.StatusCode, tmp_path: Path) -> None:
     async def test(scheduler: Scheduler, address: str) -> None:
@@ -207,6 +284,47 @@ def test_a_place_without_a_token_exits(tmp_path: Path) -> None:
     assert asyncio.run(join(joining)) == 78
 
 
+def test_a_token_that_others_may_read_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    joining = place("127.0.0.1:1", tmp_path)
+    Path(joining.token).chmod(0o640)
+    assert asyncio.run(join(joining)) == 78
+    assert f"--token: others may read {joining.token} (mode 0640, not 0600)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("address", "tls", "insecure", "exposed"),
+    [
+        ("127.0.0.1:7000", PemFiles(), False, False),
+        ("[::1]:7000", PemFiles(), False, False),
+        ("localhost:7000", PemFiles(), False, False),
+        ("head.internal:7000", PemFiles(), False, True),
+        ("[fd00::1]:7000", PemFiles(), False, True),
+        ("10.0.0.7:7000", PemFiles(), True, False),
+        ("10.0.0.7:7000", PemFiles(ca="ca.pem"), False, False),
+    ],
+)
+def test_the_token_is_not_sent_in_plain_text_beyond_loopback(address: str, tls: PemFiles, insecure: bool, exposed: bool) -> None:
+    assert Joining("learner", [address], "token", tls, insecure=insecure).exposed() == (address if exposed else "")
+
+
+def test_a_place_has_the_options_of_every_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    insecure = grpc.aio.insecure_channel
+
+    def channel(address: str, options: Any) -> grpc.aio.Channel:
+        made.append(options)
+        return insecure(address, options)
+
+    monkeypatch.setattr(grpc.aio, "insecure_channel", channel)
+
+    async def test(scheduler: Scheduler, address: str) -> None:
+        scheduler.refuse = grpc.StatusCode.UNAUTHENTICATED
+        assert await ended(asyncio.create_task(join(place(address, tmp_path)))) == 78
+        assert made == [OPTIONS]
+
+    scenario(test)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -215,6 +333,10 @@ def test_a_place_without_a_token_exits(tmp_path: Path) -> None:
         (
             ["learner", "--join", "a:1", "--token", "t", "--cert-file", "c"],
             "--ca-file, --cert-file, and --key-file belong together",
+        ),
+        (
+            ["learner", "--join", "127.0.0.1:1,10.0.0.7:1", "--token", "t"],
+            "10.0.0.7:1 is not loopback, and the token would be sent in plain text; name the authority of the mesh",
         ),
     ],
 )
