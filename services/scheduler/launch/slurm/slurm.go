@@ -19,6 +19,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -46,6 +47,8 @@ const (
 	DefaultPoll = time.Second
 	// lostAfter is the number of answers without a job after which it is lost.
 	lostAfter = 5
+	// lastBytes bounds what is read of a log.
+	lastBytes = 256 << 10
 	mark      = "rollout:" // before the nonce in the comment of a job
 )
 
@@ -113,11 +116,9 @@ func (l *Launcher) Launch(c launch.Command) (launch.Process, error) {
 		return nil, fmt.Errorf("open the log of the worker: %w", err)
 	}
 	p := l.process(strings.TrimSuffix(c.Log, ".log")+"."+rand.Text()[:12], c.Log, offset)
-	if err := p.beat(); err != nil {
-		return nil, fmt.Errorf("write the beat of the job: %w", err)
-	}
-	if err := atomicfile.Write(p.base+".sh", []byte(script(c, p.base, l.grace)), 0o600); err != nil {
-		return nil, fmt.Errorf("write the script of the job: %w", err)
+	if err := p.write(c); err != nil {
+		p.forget()
+		return nil, err
 	}
 	r := l.resources[c.Kind]
 	notice := cmp.Or(r.Notice, 60)
@@ -131,7 +132,7 @@ func (l *Launcher) Launch(c launch.Command) (launch.Process, error) {
 		states, asked := l.ask()
 		found, known := states[p.nonce]
 		if asked != nil || !known {
-			p.forget()
+			p.forget() // a job that starts later refuses without its beat
 			return nil, fmt.Errorf("submit the job of %s: %w", c.Worker, err)
 		}
 		p.job = found.job
@@ -406,11 +407,24 @@ func (p *process) ended() (launch.Exit, bool) {
 
 // lines are the last lines of its output.
 func (p *process) lines() []string {
-	text, err := os.ReadFile(p.log)
-	if err != nil || int64(len(text)) <= p.offset {
+	file, err := os.Open(p.log)
+	if err != nil {
 		return nil
 	}
-	lines := strings.Split(strings.TrimSuffix(string(text[p.offset:]), "\n"), "\n")
+	defer file.Close()
+	size, err := file.Seek(0, io.SeekEnd)
+	if err != nil || size <= p.offset {
+		return nil
+	}
+	from := max(p.offset, size-lastBytes)
+	text, err := io.ReadAll(io.NewSectionReader(file, from, size-from))
+	if err != nil {
+		return nil
+	}
+	lines := strings.Split(strings.ToValidUTF8(strings.TrimSuffix(string(text), "\n"), "?"), "\n")
+	if from > p.offset && len(lines) > 1 {
+		lines = lines[1:] // it is incomplete
+	}
 	return lines[max(0, len(lines)-launch.LastLines):]
 }
 
@@ -422,7 +436,7 @@ func (p *process) end(exit launch.Exit) {
 }
 
 func (p *process) forget() {
-	for _, extension := range []string{".sh", ".beat", ".exit"} {
+	for _, extension := range []string{".sh", ".env", ".beat", ".exit"} {
 		_ = os.Remove(p.base + extension) // files that are left are deleted with the run
 	}
 }

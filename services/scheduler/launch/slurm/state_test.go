@@ -76,26 +76,108 @@ func TestFinalStates(t *testing.T) {
 	}
 }
 
+// written is a job whose files are written.
+func written(t *testing.T, c launch.Command) *process {
+	t.Helper()
+	base := filepath.Join(t.TempDir(), "it's.AB")
+	p := New(nil, time.Minute, 0).process(base, base+".log", 0)
+	if err := p.write(c); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// bash runs the script of a job in an environment.
+func (p *process) bash(t *testing.T, environ ...string) string {
+	t.Helper()
+	cmd := exec.Command("bash", p.base+".sh")
+	cmd.Env = append(os.Environ(), environ...)
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+	return string(out)
+}
+
+func (p *process) read(extension string) string {
+	text, _ := os.ReadFile(p.base + extension)
+	return string(text)
+}
+
 // The script quotes what it is given, and writes the exit of the worker.
 func TestScript(t *testing.T) {
 	t.Parallel()
-	base := filepath.Join(t.TempDir(), "it's.AB")
-	if err := os.WriteFile(base+".beat", []byte("1\n"), 0o600); err != nil {
+	p := written(t, launch.Command{Args: []string{"/bin/sh", "-c", `echo "$SAID"; exit 3`}, Env: []string{"SAID=it's $HOME\"s"}})
+	if out := p.bash(t); out != "it's $HOME\"s\n" {
+		t.Errorf("output %q", out)
+	}
+	if text := p.read(".exit"); text != "3 0\n" {
+		t.Errorf("exit %q", text)
+	}
+	p = written(t, launch.Command{Args: []string{"/no/such"}})
+	p.bash(t)
+	if text := p.read(".exit"); !strings.HasPrefix(text, "refused ") || !strings.HasSuffix(text, "cannot run /no/such\n") {
+		t.Errorf("exit %q", text)
+	}
+}
+
+// The environment of a worker is in a private file, not in the script or in arguments.
+func TestTheEnvironmentIsNotInTheScript(t *testing.T) {
+	t.Parallel()
+	p := written(t, launch.Command{
+		Args: []string{"/usr/bin/env"}, Env: []string{"KEY=a secret\nof two lines", "base=x", "BASH_FUNC_f%%=() { :; }", "CUDA_VISIBLE_DEVICES=9"},
+	})
+	if strings.Contains(p.read(".sh"), "secret") {
+		t.Errorf("the script contains the secret:\n%s", p.read(".sh"))
+	}
+	if info, err := os.Stat(p.base + ".env"); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v", info, err)
+	}
+	var got []string
+	for line := range strings.Lines(p.bash(t, "CUDA_VISIBLE_DEVICES=3", "SLURM_JOB_ID=1", "base=y", "BASH_FUNC_g%%=() { :; }")) {
+		if !strings.HasPrefix(line, "_=") { // of Bash
+			got = append(got, strings.TrimSpace(line))
+		}
+	}
+	slices.Sort(got)
+	if want := []string{"CUDA_VISIBLE_DEVICES=3", "KEY=a secret", "base=x", "of two lines"}; !slices.Equal(got, want) {
+		t.Errorf("environment %q, want %q", got, want)
+	}
+	p.forget()
+	if left, _ := filepath.Glob(filepath.Dir(p.base) + "/*"); len(left) != 0 {
+		t.Errorf("files %q are left", left)
+	}
+}
+
+// A job that starts after the launcher has given it up runs nothing: it would read the spec of
+// another launch.
+func TestAJobThatWasGivenUpRefuses(t *testing.T) {
+	t.Parallel()
+	p := written(t, launch.Command{Args: []string{"/bin/echo", "ran"}})
+	if err := os.Remove(p.base + ".beat"); err != nil {
 		t.Fatal(err)
 	}
-	c := launch.Command{Args: []string{"/bin/sh", "-c", `echo "$SAID"; exit 3`}, Env: []string{"SAID=it's $HOME\"s"}}
-	out, err := exec.Command("bash", "-c", script(c, base, time.Minute)).CombinedOutput()
-	if err != nil || string(out) != "it's $HOME\"s\n" {
-		t.Errorf("output %q, %v", out, err)
+	if out := p.bash(t); out != "" {
+		t.Errorf("output %q", out)
 	}
-	if text, _ := os.ReadFile(base + ".exit"); string(text) != "3 0\n" {
+	if text := p.read(".exit"); text != "refused the scheduler has given up this job\n" {
 		t.Errorf("exit %q", text)
 	}
-	c.Args[0] = "/no/such"
-	if out, err := exec.Command("bash", "-c", script(c, base, time.Minute)).CombinedOutput(); err != nil {
-		t.Errorf("%v: %s", err, out)
+}
+
+// The last lines of a long log are read from its end.
+func TestTheEndOfALongLogIsRead(t *testing.T) {
+	t.Parallel()
+	p := written(t, launch.Command{Args: []string{"/bin/true"}})
+	long := strings.Repeat("x", 100<<10)
+	if err := os.WriteFile(p.log, []byte(strings.Repeat(long+"\n", 10)+"last\n"), 0o600); err != nil {
+		t.Fatal(err)
 	}
-	if text, _ := os.ReadFile(base + ".exit"); !strings.HasPrefix(string(text), "refused ") || !strings.HasSuffix(string(text), "cannot run /no/such\n") {
-		t.Errorf("exit %q", text)
+	if got := p.lines(); !slices.Equal(got, []string{long, long, "last"}) {
+		t.Errorf("%d lines", len(got))
+	}
+	p.offset = 10*int64(len(long)+1) + 2
+	if got := p.lines(); !slices.Equal(got, []string{"st"}) {
+		t.Errorf("lines after the offset %q", got)
 	}
 }
