@@ -47,6 +47,10 @@ const (
 	DefaultPoll = time.Second
 	// lostAfter is the number of answers without a job after which it is lost.
 	lostAfter = 5
+	// stopAgain is the number of polls between two requests to end a job that should stop.
+	stopAgain = 5
+	// stopMargin is how much longer than its grace period a script may take to end its worker.
+	stopMargin = 30 * time.Second
 	// lastBytes bounds what is read of a log.
 	lastBytes = 256 << 10
 	mark      = "rollout:" // before the nonce in the comment of a job
@@ -91,6 +95,7 @@ type Launcher struct {
 	resources map[string]Resources // by kind of worker
 	grace     time.Duration
 	poll      time.Duration
+	call      func(command string, args ...string) (string, error) // of Slurm
 
 	mu   sync.Mutex
 	jobs map[string]*process // by nonce
@@ -99,7 +104,7 @@ type Launcher struct {
 
 // New makes a launcher for workers of these kinds. grace and poll may be 0, for the defaults.
 func New(resources map[string]Resources, grace, poll time.Duration) *Launcher {
-	return &Launcher{resources: resources, grace: cmp.Or(grace, DefaultGrace), poll: cmp.Or(poll, DefaultPoll), jobs: map[string]*process{}}
+	return &Launcher{resources: resources, grace: cmp.Or(grace, DefaultGrace), poll: cmp.Or(poll, DefaultPoll), call: run, jobs: map[string]*process{}}
 }
 
 // Launch implements launch.Launcher. The process is launch.Queued.
@@ -126,7 +131,7 @@ func (l *Launcher) Launch(c launch.Command) (launch.Process, error) {
 		"--parsable", "--job-name=rollout-" + c.Worker, "--comment=" + mark + p.nonce, "--output=" + c.Log, "--error=" + c.Log, "--open-mode=append",
 		"--export=NONE", "--no-requeue", "--ntasks=1", "--signal=B:TERM@" + strconv.Itoa(notice), "--chdir=" + filepath.Dir(c.Log),
 	}, r.arguments()...)
-	text, err := run("sbatch", append(arguments, p.base+".sh")...)
+	text, err := l.call("sbatch", append(arguments, p.base+".sh")...)
 	p.job, _, _ = strings.Cut(strings.TrimSpace(text), ";")
 	if err != nil { // the answer may be lost, and not the job
 		states, asked := l.ask()
@@ -198,6 +203,10 @@ func (l *Launcher) follow() {
 			found, known := states[nonce]
 			if p.update(found, known, err) {
 				delete(l.jobs, nonce)
+				continue
+			}
+			if p.unanswered(found) {
+				go p.cancel(!time.Now().Before(p.deadline))
 			}
 		}
 		if l.asks = len(l.jobs) > 0; !l.asks {
@@ -238,7 +247,7 @@ func (s state) left() bool {
 
 // ask returns the states of all jobs of this user that have a nonce, by nonce.
 func (l *Launcher) ask() (map[string]state, error) {
-	text, err := run("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%k|%r")
+	text, err := l.call("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%k|%r")
 	if err != nil {
 		return nil, err
 	}
@@ -290,7 +299,9 @@ type process struct {
 	awaited  launch.Awaited
 	missing  int
 	beats    time.Time
-	stopping bool // Stop was called
+	stopping bool      // Stop was called
+	deadline time.Time // when stopping: the end of the grace period of Stop
+	again    time.Time // when stopping: of the next request
 	released bool
 	exit     launch.Exit
 }
@@ -315,7 +326,10 @@ func (p *process) update(s state, known bool, err error) (over bool) {
 	if p.released {
 		return true
 	}
-	if time.Since(p.beats) >= p.owner.grace/6 {
+	switch now := time.Now(); {
+	case p.stopping && !now.Before(p.deadline):
+		_ = os.Remove(p.base + ".beat") // the script stops the worker if Slurm does not; a job that starts now refuses
+	case now.Sub(p.beats) >= p.owner.grace/6:
 		_ = p.beat() // it is tried again in the next round
 	}
 	if exit, ended := p.ended(); ended {
@@ -323,15 +337,23 @@ func (p *process) update(s state, known bool, err error) (over bool) {
 		return true
 	}
 	switch {
+	case err != nil && p.stopping && time.Since(p.deadline) >= p.owner.grace+stopMargin:
+		p.end(launch.Exit{Code: -1, Signal: syscall.SIGKILL.String(), LastLines: p.lines()}) // by its script, at the latest
+		return true
 	case err != nil:
 		p.await("Slurm does not answer: " + err.Error())
 	case !known:
 		if p.missing++; p.missing < lostAfter {
 			return false
 		}
-		exit := launch.Exit{Code: -1, Left: fmt.Sprintf("was lost: Slurm does not know its job %s any more", p.job), LastLines: p.lines()}
-		if p.stopping {
-			exit.Left, exit.Signal = "", syscall.SIGKILL.String()
+		exit := launch.Exit{Code: -1, LastLines: p.lines()}
+		switch lost := fmt.Sprintf("Slurm does not know its job %s any more", p.job); {
+		case p.stopping:
+			exit.Signal = syscall.SIGKILL.String()
+		case p.hasBegun():
+			exit.Left = "was lost: " + lost
+		default: // a crash, because it may be so for each job
+			exit.NotStarted = lost
 		}
 		p.end(exit)
 		return true
@@ -351,9 +373,7 @@ func (p *process) update(s state, known bool, err error) (over bool) {
 			exit.Left, exit.Signal = "", syscall.SIGKILL.String()
 		case !s.left():
 			exit.Left = ""
-			select {
-			case <-p.began:
-			default:
+			if !p.hasBegun() {
 				exit.NotStarted = fmt.Sprintf("job %s is %s (%s)", p.job, s.name, s.reason)
 			}
 		}
@@ -451,27 +471,57 @@ func (p *process) Exit() launch.Exit {
 	return p.exit
 }
 
+func (p *process) hasBegun() bool {
+	select {
+	case <-p.began:
+		return true
+	default:
+		return false
+	}
+}
+
+// Stop implements launch.Process. While Slurm does not answer, the job is not cancelled. Then its
+// script stops the worker, which has no beat after the grace period.
 func (p *process) Stop(grace time.Duration) {
 	p.stop.Do(func() {
+		now := time.Now()
 		p.owner.mu.Lock()
-		p.stopping = true
+		p.stopping, p.deadline, p.again = true, now.Add(grace), now.Add(stopAgain*p.owner.poll)
 		p.owner.mu.Unlock()
-		timer := time.NewTimer(grace)
+		p.cancel(false)
+		timer := time.NewTimer(time.Until(now.Add(grace)))
 		defer timer.Stop()
 		select {
-		case <-p.began:
-			_, _ = run("scancel", "--batch", "--signal=USR2", p.job) // a job that has ended is found by its state
-			select {
-			case <-p.done:
-				return
-			case <-timer.C:
-			}
-			_, _ = run("scancel", "--full", "--signal=KILL", p.job)
-		default:
+		case <-p.done:
+		case <-timer.C:
+			p.cancel(true)
 		}
-		_, _ = run("scancel", p.job) // also of a job that is about to start
 	})
 	<-p.done
+}
+
+// cancel requests the end of the job: it asks the worker to finish, or ends the job at once if kill
+// is set or the job waits. Errors are ignored, because the request is repeated, and a job that has
+// ended is found by its state.
+func (p *process) cancel(kill bool) {
+	if p.hasBegun() {
+		if !kill {
+			_, _ = p.owner.call("scancel", "--batch", "--signal=USR2", p.job)
+			return
+		}
+		_, _ = p.owner.call("scancel", "--full", "--signal=KILL", p.job)
+	}
+	_, _ = p.owner.call("scancel", p.job) // also of a job that is about to start
+}
+
+// unanswered reports, once in a while, that a job in this state should have stopped: slurmctld may
+// not have got the request.
+func (p *process) unanswered(s state) bool {
+	if now := time.Now(); p.stopping && now.After(p.again) && (s.running() || s.queued()) {
+		p.again = now.Add(stopAgain * p.owner.poll)
+		return true
+	}
+	return false
 }
 
 // kept is a process that can outlive its scheduler.

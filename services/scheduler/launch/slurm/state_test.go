@@ -1,11 +1,13 @@
 package slurm
 
 import (
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -54,17 +56,23 @@ func TestFinalStates(t *testing.T) {
 	for name, test := range map[string]struct {
 		state    state
 		known    bool
+		began    bool
 		stopping bool
 		want     launch.Exit
 	}{
-		"preempted": {state{"7", "PREEMPTED", "None"}, true, false, launch.Exit{Code: -1, Left: "was ended by Slurm: job 7 is PREEMPTED"}},
-		"failed":    {state{"7", "FAILED", "NonZeroExitCode"}, true, false, launch.Exit{Code: -1, NotStarted: "job 7 is FAILED (NonZeroExitCode)"}},
-		"stopped":   {state{"7", "CANCELLED", "None"}, true, true, launch.Exit{Code: -1, Signal: "killed"}},
-		"unknown":   {state{}, false, false, launch.Exit{Code: -1, Left: "was lost: Slurm does not know its job 7 any more"}},
+		"preempted":               {state{"7", "PREEMPTED", "None"}, true, true, false, launch.Exit{Code: -1, Left: "was ended by Slurm: job 7 is PREEMPTED"}},
+		"failed":                  {state{"7", "FAILED", "NonZeroExitCode"}, true, false, false, launch.Exit{Code: -1, NotStarted: "job 7 is FAILED (NonZeroExitCode)"}},
+		"stopped":                 {state{"7", "CANCELLED", "None"}, true, true, true, launch.Exit{Code: -1, Signal: "killed"}},
+		"unknown":                 {state{}, false, true, false, launch.Exit{Code: -1, Left: "was lost: Slurm does not know its job 7 any more"}},
+		"unknown before it began": {state{}, false, false, false, launch.Exit{Code: -1, NotStarted: "Slurm does not know its job 7 any more"}},
+		"unknown and stopped":     {state{}, false, true, true, launch.Exit{Code: -1, Signal: "killed"}},
 	} {
 		base := filepath.Join(t.TempDir(), "inference-0.AB")
 		p := New(nil, time.Hour, 0).process(base, base+".log", 0)
 		p.job, p.stopping, p.beats = "7", test.stopping, time.Now()
+		if test.began {
+			p.begin()
+		}
 		for n := 1; !p.update(test.state, test.known, nil); n++ {
 			if n > lostAfter {
 				t.Fatalf("%s: no exit after %d answers", name, n)
@@ -73,6 +81,94 @@ func TestFinalStates(t *testing.T) {
 		if got := p.Exit(); got.Code != test.want.Code || got.Left != test.want.Left || got.NotStarted != test.want.NotStarted || got.Signal != test.want.Signal {
 			t.Errorf("%s: exit %+v, want %+v", name, got, test.want)
 		}
+	}
+}
+
+// cluster is a Slurm whose scancel fails a number of times and then ends a job.
+type cluster struct {
+	mu       sync.Mutex
+	job      *process
+	state    string
+	failures int
+	calls    []string // of scancel
+}
+
+func (c *cluster) call(command string, args ...string) (string, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if command == "squeue" {
+		return "7|" + c.state + "|" + mark + c.job.nonce + "|None\n", nil
+	}
+	c.calls = append(c.calls, strings.Join(args, " "))
+	if c.failures--; c.failures < 0 {
+		c.state = "CANCELLED"
+	}
+	return "", errors.New("slurmctld does not answer")
+}
+
+// A request to end a job that slurmctld did not get is repeated.
+func TestStopIsRepeatedUntilTheJobHasEnded(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		state, again string
+		grace        time.Duration
+	}{
+		"a running job is asked to finish": {"RUNNING", "--batch --signal=USR2 7", time.Hour},
+		"a running job is killed":          {"RUNNING", "--full --signal=KILL 7", 0},
+		"a job that waits is cancelled":    {"PENDING", "7", time.Hour},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			l := New(nil, time.Hour, time.Millisecond)
+			base := filepath.Join(t.TempDir(), "inference-0.AB")
+			p := l.process(base, base+".log", 0)
+			p.job = "7"
+			slurm := &cluster{job: p, state: test.state, failures: 5}
+			l.call = slurm.call
+			if test.state == "RUNNING" {
+				p.begin()
+			}
+			l.own(p, false)
+			go p.Stop(test.grace)
+			select {
+			case <-p.Done():
+			case <-time.After(30 * time.Second):
+				t.Fatal("the job has not ended")
+			}
+			if exit := p.Exit(); exit.Signal != "killed" {
+				t.Errorf("exit %+v", exit)
+			}
+			slurm.mu.Lock()
+			defer slurm.mu.Unlock()
+			if n := len(slurm.calls); n <= 5 || slices.Index(slurm.calls[2:], test.again) < 0 {
+				t.Errorf("calls %q", slurm.calls)
+			}
+		})
+	}
+}
+
+// While Slurm does not answer, the job that should stop gets no beat after the grace period of the
+// stop, so its script ends the worker, and the stop does not wait for Slurm for ever.
+func TestStopWithoutSlurm(t *testing.T) {
+	t.Parallel()
+	p := written(t, launch.Command{Args: []string{"/bin/true"}})
+	p.begin()
+	p.stopping, p.deadline, p.beats = true, time.Now().Add(time.Hour), time.Time{}
+	away := errors.New("slurmctld does not answer")
+	before := p.read(".beat")
+	if p.update(state{}, false, away) || p.read(".beat") == before || p.read(".beat") == "" {
+		t.Errorf("beat %q of a job in its grace period, before %q", p.read(".beat"), before)
+	}
+	p.deadline, p.beats = time.Now().Add(-time.Second), time.Time{}
+	if p.update(state{}, false, away) || p.read(".beat") != "" {
+		t.Errorf("beat %q after the grace period", p.read(".beat"))
+	}
+	p.deadline = time.Now().Add(-p.owner.grace - stopMargin)
+	if !p.update(state{}, false, away) {
+		t.Fatal("the job has not ended after the grace period of its script")
+	}
+	if exit := p.Exit(); exit.Code != -1 || exit.Signal != "killed" {
+		t.Errorf("exit %+v", exit)
 	}
 }
 
