@@ -1,6 +1,7 @@
 package slurm
 
 import (
+	"bufio"
 	"errors"
 	"os"
 	"os/exec"
@@ -8,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -214,6 +216,35 @@ func TestScript(t *testing.T) {
 	p.bash(t)
 	if text := p.read(".exit"); !strings.HasPrefix(text, "refused ") || !strings.HasSuffix(text, "cannot run /no/such\n") {
 		t.Errorf("exit %q", text)
+	}
+}
+
+// The signals of the scheduler and of Slurm reach the worker once.
+func TestTheScriptPassesSignalsOn(t *testing.T) {
+	t.Parallel()
+	for sent, want := range map[syscall.Signal]string{syscall.SIGUSR2: "0 2\n", syscall.SIGTERM: "0 1\n"} {
+		p := written(t, launch.Command{Args: []string{"/bin/bash", "-c", "trap 'echo asked; sleep 0.3; exit 0' TERM; echo up; while :; do sleep 0.02; done"}})
+		cmd := exec.Command("bash", p.base+".sh")
+		out, err := cmd.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		lines := bufio.NewScanner(out)
+		for _, line := range []string{"up", "asked"} {
+			if !lines.Scan() || lines.Text() != line {
+				t.Errorf("%v: output %q, want %q", sent, lines.Text(), line)
+			}
+			_ = cmd.Process.Signal(sent) // twice, as a repeated scancel
+		}
+		if lines.Scan() {
+			t.Errorf("%v: output %q", sent, lines.Text())
+		}
+		if err := cmd.Wait(); err != nil || p.read(".exit") != want {
+			t.Errorf("%v: exit %q, want %q, %v", sent, p.read(".exit"), want, err)
+		}
 	}
 }
 
