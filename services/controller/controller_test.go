@@ -392,6 +392,9 @@ func TestStepsAreMadeWhileASnapshotIsWritten(t *testing.T) {
 		t.Errorf("%d snapshots exist before a state was written", len(w.snapshots))
 	}
 	w.mu.Unlock()
+	await(t, s, "the wait for the write, before the next state is copied", func(p *learnerv1.Progress) bool {
+		return len(p.GetWaits()) == 1 && p.GetWaits()[0].GetReason() == "SNAPSHOTTING" && strings.Contains(p.GetWaits()[0].GetEvidence(), "write its state of step 2")
+	})
 	close(w.learner.writes)
 	finish(t, s)
 	correct(t, w)

@@ -176,9 +176,9 @@ func (d *drive) session(ctx context.Context, learners *learners) error {
 	defer d.reserved.setLearner(nil)
 	guarded, end := learners.guard(ctx, l)
 	defer end()
-	work := d.newSession(l)
-	err = work.work(guarded)
-	work.snapshotter.close()
+	s := d.newSession(l)
+	err = s.work(guarded)
+	s.snapshotter.close(guarded)
 	if cause := context.Cause(guarded); err != nil && errors.Is(cause, errLost) {
 		return cause // the other errors are consequences
 	}

@@ -9,12 +9,15 @@ import (
 	"slices"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	"github.com/rollout-rl/rollout/libs/crashpoint"
 	"github.com/rollout-rl/rollout/libs/rpcerr"
 	"github.com/rollout-rl/rollout/libs/trainstate"
 	learnerv1 "github.com/rollout-rl/rollout/proto/gen/rollout/learner/v1"
 	runv1 "github.com/rollout-rl/rollout/proto/gen/rollout/run/v1"
 	snapshotv1 "github.com/rollout-rl/rollout/proto/gen/rollout/snapshot/v1"
+	waitv1 "github.com/rollout-rl/rollout/proto/gen/rollout/wait/v1"
 	"github.com/rollout-rl/rollout/services/controller/gate"
 )
 
@@ -109,11 +112,12 @@ func (s *snapshotter) store(ctx context.Context, step uint64, dir string, names 
 
 // writing is a periodic snapshot that is written while the next steps are made.
 type writing struct {
-	step   uint64
-	cancel context.CancelFunc
-	done   chan struct{} // closed when bytes or err is set
-	bytes  uint64        // size of the state
-	err    error
+	step     uint64
+	progress *progress // what the write waits for
+	cancel   context.CancelFunc
+	done     chan struct{} // closed when bytes or err is set
+	bytes    uint64        // size of the state
+	err      error
 }
 
 // begin starts to take the periodic snapshot of a committed step. When it returns, the learner has
@@ -131,9 +135,9 @@ func (s *snapshotter) begin(ctx context.Context, step uint64) error {
 		return s.unlessFull(ctx, step, err)
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	w := &writing{step: step, cancel: cancel, done: make(chan struct{})}
-	s.writing = w
 	apart := s.apart()
+	w := &writing{step: step, progress: apart.progress, cancel: cancel, done: make(chan struct{})}
+	s.writing = w
 	go func() {
 		defer close(w.done)
 		w.bytes, w.err = apart.write(ctx, step, dir)
@@ -141,21 +145,22 @@ func (s *snapshotter) begin(ctx context.Context, step uint64) error {
 	return nil
 }
 
-// apart returns a snapshotter for another goroutine than that of the drive. It does not show what
-// it waits for, and does not wait for space on the disk: errNoRoom.
+// apart returns a snapshotter for another goroutine than that of the drive. What it waits for is in
+// a progress that only watch shows, and it does not wait for space on the disk: errNoRoom.
 func (s *snapshotter) apart() *snapshotter {
-	unseen := newProgress(s.progress.events, &learnerv1.Progress{})
+	own := newProgress(s.progress.events, &learnerv1.Progress{Phase: snapshotting})
 	full := make(chan struct{})
 	close(full)
-	retries := retries{first: s.retries.first, progress: unseen, room: &room{disk: s.room.disk, progress: unseen, pause: time.Hour, draining: full}}
+	retries := retries{first: s.retries.first, progress: own, room: &room{disk: s.room.disk, progress: own, pause: time.Hour, draining: full}}
 	ledger := *s.ledger
 	ledger.retries = retries
-	return &snapshotter{settings: s.settings, learner: s.learner, service: s.service, ledger: &ledger, progress: unseen, retries: retries, log: s.log}
+	return &snapshotter{settings: s.settings, learner: s.learner, service: s.service, ledger: &ledger, progress: own, retries: retries, log: s.log}
 }
 
 // write makes the snapshot of a state that the learner has copied.
 func (s *snapshotter) write(ctx context.Context, step uint64, dir string) (bytes uint64, err error) {
 	defer func() { _ = os.RemoveAll(dir) }()
+	s.progress.waitFor(work(fmt.Sprintf("to write its state of step %d", step), s.learner.worker))
 	saved, err := s.learner.save(ctx, step, dir)
 	if err != nil {
 		return 0, err
@@ -165,6 +170,7 @@ func (s *snapshotter) write(ctx context.Context, step uint64, dir string) (bytes
 	if err != nil {
 		return 0, err
 	}
+	s.progress.waitFor(service("snapshot", "snapshot to store the files"))
 	return s.store(ctx, step, dir, []string{periodic}, func(kind snapshotv1.SnapshotKind) *snapshotv1.Snapshot {
 		return s.manifest(kind, step, position, saved)
 	})
@@ -172,19 +178,32 @@ func (s *snapshotter) write(ctx context.Context, step uint64, dir string) (bytes
 
 // join waits for the snapshot that begin has started, if there is one.
 func (s *snapshotter) join(ctx context.Context) error {
-	if s.writing == nil {
-		return nil
-	}
-	if !closed(s.writing.done) {
+	if s.writing != nil && !closed(s.writing.done) {
 		s.progress.enter(snapshotting)
-		s.waitForWrite()
+		if err := s.watch(ctx); err != nil {
+			return err
+		}
+	}
+	return s.finish(ctx)
+}
+
+// watch waits until the snapshot is written, and shows what the write waits for.
+func (s *snapshotter) watch(ctx context.Context) error {
+	for {
+		now, changed := s.writing.progress.read()
+		waits := make([]*waitv1.Wait, len(now.GetWaits()))
+		for i, w := range now.GetWaits() {
+			waits[i] = proto.CloneOf(w)
+		}
+		s.progress.waitFor(waits...)
 		select {
 		case <-s.writing.done:
+			return nil
+		case <-changed:
 		case <-ctx.Done():
 			return ctx.Err()
 		}
 	}
-	return s.finish(ctx)
 }
 
 // finish reads how the snapshot ended that begin has started, if it ended. One that found no space
@@ -210,22 +229,16 @@ const writeGrace = 30 * time.Second
 
 // close waits a while for the snapshot that begin has started. It is there only if the session
 // failed: if the learner was lost, the context of the write has ended.
-func (s *snapshotter) close() {
+func (s *snapshotter) close(ctx context.Context) {
 	if s.writing == nil {
 		return
 	}
-	s.waitForWrite()
-	select {
-	case <-s.writing.done:
-	case <-time.After(writeGrace):
-	}
+	ctx, cancel := context.WithTimeout(ctx, writeGrace)
+	_ = s.watch(ctx)
+	cancel()
 	s.writing.cancel()
 	<-s.writing.done
 	s.writing = nil
-}
-
-func (s *snapshotter) waitForWrite() {
-	s.progress.waitFor(work(fmt.Sprintf("to write its state of step %d", s.writing.step), s.learner.worker), service("snapshot", "snapshot to store the files"))
 }
 
 // overdue records whether the newest training state is older than the last step that should have
