@@ -27,7 +27,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,7 +114,8 @@ def work(kind: str) -> None:
 
     install()
 
-    from rollout_testing.sim.engine import SimEngine
+    from paced import PacedEngine, use
+
     from rollout_testing.sim.journal import Journal
     from rollout_workers.inference import worker
     from rollout_workers.inference.puller import Puller
@@ -123,12 +124,11 @@ def work(kind: str) -> None:
         load, seconds = worker.load, float(os.environ[SETTINGS])
         engines: list[Paced] = []
 
-        class Paced(SimEngine):
-            """Decodes each sample in its slot, and counts the time that slots decode."""
+        class Paced(PacedEngine):
+            """Counts the time that slots decode."""
 
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
-                self.free = asyncio.Semaphore(self._slots)
                 self.busy, self.turns, self.active, self.at = 0.0, 0, 0, time.monotonic()
                 engines.append(self)
 
@@ -137,32 +137,19 @@ def work(kind: str) -> None:
                 self.busy += self.active * (now - self.at)
                 self.active, self.at = self.active + change, now
 
-            async def generate(self, batch: Sequence[GroupRequest]) -> AsyncIterator[SampleOutput]:  # type: ignore[override]
-                self._running |= {request.request_id: False for request in batch}
-                samples = [asyncio.create_task(self._decode(request, n)) for request in batch for n in range(len(request.seeds))]
-                try:
-                    for sample in asyncio.as_completed(samples):
-                        yield await sample
-                finally:
-                    for sample in samples:
-                        sample.cancel()
-                    for request in batch:
-                        self._running.pop(request.request_id, None)
+            def seconds(self, request: GroupRequest, sample: int, output: SampleOutput) -> float:
+                return lognormal(seconds, random.Random(request.seeds[sample]))
 
-            async def _decode(self, request: GroupRequest, sample: int) -> SampleOutput:
-                async with self.free:
-                    self.count(1)
-                    try:
-                        await asyncio.sleep(lognormal(seconds, random.Random(request.seeds[sample])))
-                        output = await self._sample(request, sample)
-                    finally:
-                        self.count(-1)
+            async def decode(self, request: GroupRequest, sample: int) -> SampleOutput:
+                self.count(1)
+                try:
+                    output = await super().decode(request, sample)
+                finally:
+                    self.count(-1)
                 self.turns += 1
                 return output
 
-        from rollout_testing.sim import engine as simulated
-
-        simulated.SimEngine = Paced  # type: ignore[misc]
+        use(Paced)
         begin = Puller.start
 
         async def report(puller: Puller, journal: Journal) -> None:

@@ -25,14 +25,13 @@ that; it has no bar.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,35 +90,16 @@ def work(kind: str) -> None:
 
     install()
 
-    from rollout_testing.sim import engine as simulated
-
     if kind == "inference":
+        from paced import PacedEngine, use
+
         token = float(os.environ[TOKEN])
 
-        class Paced(simulated.SimEngine):
-            """Decodes the samples of all requests at once, as far as it has slots."""
+        class Paced(PacedEngine):
+            def seconds(self, request: GroupRequest, sample: int, output: SampleOutput) -> float:
+                return len(output.token_ids) * token
 
-            async def generate(self, batch: Sequence[GroupRequest]) -> AsyncIterator[SampleOutput]:  # type: ignore[override]
-                if not hasattr(self, "free"):
-                    self.free = asyncio.Semaphore(self._slots)
-                self._running |= {request.request_id: False for request in batch}
-                samples = [asyncio.create_task(self._decode(request, n)) for request in batch for n in range(len(request.seeds))]
-                try:
-                    for sample in asyncio.as_completed(samples):
-                        yield await sample
-                finally:
-                    for sample in samples:
-                        sample.cancel()
-                    for request in batch:
-                        self._running.pop(request.request_id, None)
-
-            async def _decode(self, request: GroupRequest, sample: int) -> SampleOutput:
-                async with self.free:
-                    output = await self._sample(request, sample)
-                    await asyncio.sleep(len(output.token_ids) * token)
-                    return output
-
-        simulated.SimEngine = Paced  # type: ignore[misc]
+        use(Paced)
 
     from rollout_workers.__main__ import main as worker_main
 

@@ -350,7 +350,7 @@ def _evaluation_worker_is_stopped(at: Path) -> Iterator[Root]:
 
 @contextlib.contextmanager
 def _trainer_hangs(at: Path) -> Iterator[Root]:
-    """The trainer waits for ever in a collective operation."""
+    """The trainer waits forever in a collective operation."""
     hangs = at / "hangs"
     hangs.mkdir()
     with job_of(Job(at / "job", steps=LONG, workers=1), at / "state", ROLLOUT_SIM_HANG=str(hangs)) as job:
@@ -360,7 +360,7 @@ def _trainer_hangs(at: Path) -> Iterator[Root]:
 
 @contextlib.contextmanager
 def _engine_hangs(at: Path) -> Iterator[Root]:
-    """The engine waits for ever in a kernel."""
+    """The engine waits forever in a kernel."""
     hangs = at / "hangs"
     hangs.mkdir()
     with job_of(Job(at / "job", steps=LONG, workers=1), at / "state", ROLLOUT_SIM_HANG=str(hangs)) as job:

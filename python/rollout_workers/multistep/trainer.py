@@ -50,7 +50,7 @@ class Chunks:
     inputs: of ``forward``, each [N, ...]. played: bool [N, C]. logprobs: float32 [N], [N, C], or
     [N, C, T], at the time of sampling. values, advantages, returns: as ``logprobs``. counted: bool
     as ``logprobs``, what the loss counts. episode: int64 [N]. by_action: whether each action has a
-    value of its own.
+    separate value.
     """
 
     inputs: Mapping[str, Tensor]
@@ -77,7 +77,7 @@ def chunks_of(samples: Sequence[TrainSample], config: PpoConfig, reward_type: st
     each action that was played has its own. A reward of an action that was not played, which is the
     bootstrapped value, counts for the last one that was.
 
-    logprob_type: what has a ratio of probabilities of its own, ``chunk_level``, ``action_level``,
+    logprob_type: what has a separate ratio of probabilities, ``chunk_level``, ``action_level``,
     or ``token_level``, by default as ``reward_type``. It has the advantage and the value of its
     action or chunk.
     """

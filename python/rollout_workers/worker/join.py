@@ -2,7 +2,7 @@
 operator starts on any host that has the files of the scheduler (docs/external-workers.md).
 
 The place joins the scheduler and runs the workers that it is assigned, one at a time, each in a
-process of its own::
+separate process::
 
     joining --> free --assignment--> busy --exit--> free
        ^                              |
@@ -244,7 +244,7 @@ class _Worker:
             _kill_group(self._process.pid)
 
     async def abandon(self) -> None:
-        """End the process, because no one can be told of its exit."""
+        """End the process, because its exit can be reported to no one."""
         await self._spawned.wait()
         if self._process and self._process.stdin:
             self._process.stdin.close()

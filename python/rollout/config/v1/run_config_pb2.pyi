@@ -270,7 +270,7 @@ class MultistepConfig(_message.Message):
     workers host them.
     """
     logprob_type: _builtins.str
-    """What has a ratio of probabilities of its own, which is clipped, by RLinf's names: a chunk, an
+    """What has a separate ratio of probabilities, which is clipped, by RLinf's names: a chunk, an
     action, or a token, if actions are tokens of a language model. Absent: as `reward_type`.
     """
     def __init__(

@@ -310,7 +310,7 @@ type MultistepConfig struct {
 	// Processes that host the environments, of which `environments` is a multiple. 0: the inference
 	// workers host them.
 	EnvironmentWorkers *uint32 `protobuf:"varint,9,opt,name=environment_workers,json=environmentWorkers,proto3,oneof" json:"environment_workers,omitempty"`
-	// What has a ratio of probabilities of its own, which is clipped, by RLinf's names: a chunk, an
+	// What has a separate ratio of probabilities, which is clipped, by RLinf's names: a chunk, an
 	// action, or a token, if actions are tokens of a language model. Absent: as `reward_type`.
 	LogprobType   *string `protobuf:"bytes,10,opt,name=logprob_type,json=logprobType,proto3,oneof" json:"logprob_type,omitempty"`
 	unknownFields protoimpl.UnknownFields
