@@ -3,6 +3,7 @@ package external_test
 import (
 	"context"
 	"errors"
+	"io"
 	"net"
 	"path/filepath"
 	"strings"
@@ -207,7 +208,9 @@ func TestPlacesLeaveAtAnyTime(t *testing.T) {
 			if e := p.Exit(); e.Left != test.left || e.String() != test.left {
 				t.Errorf("exit %+v, want %q", e, test.left)
 			}
-			_ = <-h.ended
+			if err := <-h.ended; errors.Is(err, io.EOF) != (name == "leaves") {
+				t.Errorf("the stream ended with %v", err)
+			}
 			next := start(t, pool)
 			join(t, client, launchtest.Kind)
 			await(t, "the start at another place", next.Began())
