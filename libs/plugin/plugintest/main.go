@@ -21,7 +21,6 @@ func main() {
 		environment = plugin.Environment("Play", func(json.RawMessage) (plugin.Episode, error) { return &play{}, nil })
 	}
 	plugin.Main("1.0.0",
-		environment,
 		plugin.Reward("score", score),
 		plugin.Reward("digit_share", digitShare),
 		plugin.Evaluation("slow", func(_ context.Context, samples []plugin.Sample) ([]plugin.Score, error) {
@@ -45,6 +44,7 @@ func main() {
 			}
 			return rows, nil
 		}),
+		environment,
 	)
 }
 
